@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from batchtune.document import CurvePoint, ThroughputFit, Trial, Value
 from batchtune.protocol.messages import NO_VARIANT, Json, PaceKind, RunSpec, pace_kind
 from batchtune.tune.optuna_parts.storages import params_of
+from batchtune.tune.plan.prior import step_seconds
 from batchtune.tune.plan.space import VARIANT
 from batchtune.tune.verdict.scores import SECONDS, Cost
 from batchtune.vocabulary import Variant
@@ -213,17 +214,8 @@ class StudyHistory:
                 found[trial.number] = min(1.0, last.samples / trial.batch_size * pace / last.seconds)
         return found
 
-    def most_step_seconds(
-        self,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        precision: str,
-        fit: ThroughputFit | None,
-        kind: PaceKind | None = None,
-    ) -> float | None:
-        """The most that an optimizer step so made up takes: by recent runs of it, or predicted from other sizes.
-
-        The micro-batch is that of all ranks together.
+    def most_step_seconds(self, spec: RunSpec, fit: ThroughputFit | None) -> float | None:
+        """The most that an optimizer step of such a run takes: by recent ones, or predicted from other sizes.
 
         Predicted is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
         next smaller batch that ran, grown as the batch. For the fit does not know all that training does, and a run
@@ -232,15 +224,15 @@ class StudyHistory:
         Returns:
             Seconds; None where nothing of this kind (see `pace_kind`) ran in this precision, or there is no fit.
         """
-        known = self.paces(precision, kind)
-        shape = micro_batch_size, accumulation_steps
+        known = self.paces(spec.precision, pace_kind(spec.optimizer_arguments, spec.variant))
+        shape = spec.micro_batch_size * spec.world_size, spec.accumulation_steps
         if shape in known:
             return _KNOWN * known[shape]
         if fit is None or not known:
             return None
 
         def fitted(shape: tuple[int, int]) -> float:
-            return shape[1] * max(fit.alpha_seconds + fit.beta_seconds_per_sample * shape[0], 1e-9)
+            return shape[1] * max(step_seconds(fit, shape[0]), 1e-9)
 
         scaled = fitted(shape) * statistics.median(pace / fitted(each) for each, pace in known.items())
         smaller = [(math.prod(each), pace) for each, pace in known.items() if math.prod(each) < math.prod(shape)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from batchtune.document import ProbeResult, Value
-from batchtune.protocol.messages import RunSpec, pace_kind
+from batchtune.protocol.messages import RunSpec
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.plan.tokens import split
@@ -38,9 +39,8 @@ class Limits:
         cap = self._confirm_cap(params) if role == "confirm" else self.capped_at() if role == "search" else None
         if cap is not None and role == "confirm" and self._cost is SECONDS:
             cap = max(cap, CONFIRM_SHARE * config.budget.run)
-        arguments, fit = self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
-        return RunSpec(
+        spec = RunSpec(
             micro_batch_size=made.micro_batch_size,
             accumulation_steps=made.steps,
             learning_rate=float(params["learning_rate"]),
@@ -53,10 +53,7 @@ class Limits:
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
-            most_step_seconds=self._history.most_step_seconds(
-                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments, variant)
-            ),
-            optimizer_arguments=arguments,
+            optimizer_arguments=self._space.optimizer_arguments(params),
             gradient_clipping=self._space.gradient_clipping(params),
             horizon_seconds=config.budget.run,
             total_steps=self._history.total_steps(params),
@@ -65,6 +62,7 @@ class Limits:
             samples=made.samples,
             length_batches=made.length_batches,
         )
+        return replace(spec, most_step_seconds=self._history.most_step_seconds(spec, probe.throughput_fit))
 
     def is_capped(self, spec: RunSpec, seconds: float) -> bool:
         """Whether a run that ended without the target, after so long, had less than a whole run's time."""

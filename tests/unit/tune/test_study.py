@@ -950,27 +950,34 @@ class TestPace:
             trial.set_user_attr(key, value)
         self.study.tell(trial, 1.0)
 
+    def spec(self, micro, *, precision="bf16", steps=1, **arguments):
+        planned, history = law.plan(), StudyHistory(optuna.create_study(), SECONDS)
+        limits = Limits(planned, Space(planned), history, Targets(self.study, planned.config, history))
+        made_up = {"micro_batch_size": micro, "accumulation_steps": steps, "precision": precision}
+        asked = limits.spec({"batch_size": micro, "learning_rate": 0.1}, "search", 0)
+        return dataclasses.replace(asked, **made_up, optimizer_arguments=arguments)
+
     def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, history):
         self.ran(history, 64, 1e-3, decay=0.01)
-        assert history.most_step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1.33e-3)
-        assert history.most_step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
+        assert history.most_step_seconds(self.spec(64, decay=0.5), self.FIT) == pytest.approx(1.33e-3)
+        assert history.most_step_seconds(self.spec(64, kind="shampoo"), self.FIT) is None
         assert pace_kind({"kind": "sgd"}) != pace_kind({"kind": "shampoo"}) != pace_kind({"foreach": True})
 
     def test_runs_of_another_precision_tell_nothing(self, history):
         self.ran(history, 64, 1e-3)
-        assert history.most_step_seconds(64, 1, "fp32", self.FIT) is None
-        assert history.most_step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1.33e-3)
+        assert history.most_step_seconds(self.spec(64, precision="fp32"), self.FIT) is None
+        assert history.most_step_seconds(self.spec(64), self.FIT) == pytest.approx(1.33e-3)
 
     def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, history):
         load = 1e-5  # seconds of a sample, which the fit does not know
         self.ran(history, 32, 1e-3 + 32 * (1e-6 + load))
-        assert history.most_step_seconds(4096, 1, "bf16", self.FIT) >= 2 * (1e-3 + 4096 * (1e-6 + load))
+        assert history.most_step_seconds(self.spec(4096), self.FIT) >= 2 * (1e-3 + 4096 * (1e-6 + load))
         self.ran(history, 1024, 1e-3 + 1024 * (1e-6 + load))
-        assert history.most_step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(8 * (1e-3 + 1024 * (1e-6 + load)))
+        assert history.most_step_seconds(self.spec(4096), self.FIT) == pytest.approx(8 * (1e-3 + 1024 * (1e-6 + load)))
 
     def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, history):
         self.ran(history, 1000, 4e-3)  # twice what the fit says
-        assert history.most_step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * 2 * (1e-3 + 1e-4))
+        assert history.most_step_seconds(self.spec(100), self.FIT) == pytest.approx(2 * 2 * (1e-3 + 1e-4))
 
     def test_one_slow_run_of_a_size_does_not_make_its_steps_slow(self, history):
         for step_seconds in (2e-3, 1e-3, 3e-3, 1.02e-3):
@@ -982,7 +989,7 @@ class TestPace:
 
     def test_another_split_of_the_same_batch_has_a_pace_of_its_own(self, history):
         self.ran(history, 256, 1e-3 + 256e-6)
-        assert history.most_step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(2 * 16 * (1e-3 + 16e-6))
+        assert history.most_step_seconds(self.spec(16, steps=16), self.FIT) == pytest.approx(2 * 16 * (1e-3 + 16e-6))
 
 
 def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_nothing(tmp_path):
