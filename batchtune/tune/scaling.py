@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from batchtune.config.schema import Config
 from batchtune.device.host import processors
 from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
-from batchtune.observer import Observer
 from batchtune.probe.timing.steps import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import worker_settings
@@ -163,18 +162,14 @@ def _devices(config: Config, opened: Opened) -> int:
 
 
 def scale(
-    study: TuneStudy,
-    opened: Opened,
-    probe: ProbeResult,
-    found: Recommendation,
-    earlier: Scaling | None,
-    observer: Observer,
+    study: TuneStudy, opened: Opened, probe: ProbeResult, found: Recommendation, earlier: Scaling | None
 ) -> Scaling | None:
     """Times as many ranks as the configuration asks for, unless an earlier start has; see `scaling`.
 
     None where only one is asked for, where runs trained on several already, or no time of one device is known.
     """
-    config, count = study.parts.plan.config, study.parts.plan.config.world_size
+    config, observer = study.parts.plan.config, study.parts.observer
+    count = config.world_size
     if config.ranks.of_each > 1:
         return None
     if count == "auto":

@@ -40,11 +40,10 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
         plan = plan_study(progress, pool.first, opened, agreement, observer, warm_start)
         progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)
         study.run()
-    found = study.answer()
     assert progress.probe is not None  # noqa: S101 - it is planned by
     earlier = progress.earlier and progress.earlier.recommendation
     timed = earlier.scaling if earlier else None
-    progress.scaling = scale(study, opened, progress.probe, found, timed, observer)
+    progress.scaling = scale(study, opened, progress.probe, study.answer(), timed)
     if progress.scaling is not None and config.ranks.per_trial == "auto":
         kind = opened.device.partition(":")[0]
         progress.scaling = train_groups(study, progress.scaling, timed, kind, observer)
