@@ -260,25 +260,17 @@ def _of(group: Sequence[Trial], values: Sequence[float], scoring: Scoring, reaso
         interval = interval.model_copy(update={"at_least": True})
     if interval is not None and cost is None and scoring.goal == "maximize":
         interval = Interval(median=-interval.median, low=-interval.high, high=-interval.low)
-    return Recommendation(
-        micro_batch_size=first.micro_batch_size or first.batch_size,
-        gradient_accumulation_steps=first.gradient_accumulation_steps or 1,
-        world_size=first.world_size or 1,
-        strategy=first.strategy,
-        activation_checkpointing=first.activation_checkpointing,
-        nodes=first.nodes,
-        global_batch_size=first.batch_size,
-        learning_rate=first.learning_rate,
-        precision=first.precision,
-        optimizer_arguments=first.optimizer_arguments,
-        optimizer=first.optimizer,
-        gradient_clipping=first.gradient_clipping,
-        total_steps=first.total_steps,
-        time_to_target_seconds=interval if cost is SECONDS else _other(group, SECONDS),
-        energy_to_target_joules=interval if cost is JOULES else _other(group, JOULES),
-        value=interval if cost is None else None,
-        reason=reason,
-    )
+    changes = {
+        "micro_batch_size": first.micro_batch_size or first.batch_size,
+        "gradient_accumulation_steps": first.gradient_accumulation_steps or 1,
+        "world_size": first.world_size or 1,
+        "global_batch_size": first.batch_size,
+        "time_to_target_seconds": interval if cost is SECONDS else _other(group, SECONDS),
+        "energy_to_target_joules": interval if cost is JOULES else _other(group, JOULES),
+        "value": interval if cost is None else None,
+        "reason": reason,
+    }
+    return Recommendation.model_validate(dict(first) | changes)  # what else it trained with has the same names
 
 
 def _other(group: Sequence[Trial], cost: Cost) -> Interval | None:
