@@ -114,8 +114,6 @@ class Targets:
     def met_at_start(self) -> list[float]:
         """Values before training that meet the target already: then no time to it means anything."""
         target = self.current
-        if target.value is None:
-            return []
         starts = [trial.curve[0].value for trial in self._history.records() if trial.curve]
         return [value for value in starts if value is not None and meets(value, target)]
 

@@ -184,16 +184,12 @@ def comparable_paces(rounds: Sequence[Sequence[float]], known: Sequence[float | 
 
 def at_pace(trial: Trial, step_seconds: float) -> Trial:
     """The trial as if each of its optimizer steps had taken so long."""
-
-    def seconds(samples: float) -> float:
-        return samples / trial.batch_size * step_seconds
-
-    curve = [replace(at, seconds=seconds(at.samples)) for at in trial.curve]
+    curve = [replace(at, seconds=at.samples / trial.batch_size * step_seconds) for at in trial.curve]
     changes: dict[str, object] = {"curve": curve}
     if curve:
         changes |= {"training_seconds": curve[-1].seconds, "measured_training_seconds": None}
     if trial.samples_to_target is not None:
-        changes[SECONDS.attribute] = seconds(trial.samples_to_target)
+        changes[SECONDS.attribute] = trial.samples_to_target / trial.batch_size * step_seconds
     return trial.model_copy(update=changes)
 
 
