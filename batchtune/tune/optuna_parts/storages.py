@@ -111,8 +111,7 @@ class PatientStorage(RDBStorage):
     """Optuna's storage in a database, which waits for the server where that is away for a while."""
 
     def __init__(self, url: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
             super().__init__(
                 url,
                 engine_kwargs={"pool_pre_ping": True},

@@ -141,8 +141,7 @@ def make_pruner(plan: Plan) -> BasePruner:
 def make_sampler(plan: Plan, space: Space) -> BaseSampler:
     """What proposes the runs of a search."""
     config = plan.config
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         fallback = RoundingSampler(within=space.searched, seed=config.seed, n_startup_trials=8)
     if cost_of(config.objective.kind) is None:
         return fallback

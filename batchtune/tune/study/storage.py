@@ -72,8 +72,7 @@ def open_study(storage: BaseStorage, config: Config) -> Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(study_name=config.name, storage=storage, direction=direction, load_if_exists=True)
     if study.metric_names is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
             study.set_metric_names([f"{cost.field} to target" if cost else objective.metric])
     return study
 
@@ -197,8 +196,7 @@ def _proxy(url: str) -> BaseStorage:
         ConnectionError: nobody answers there.
     """
     place = urlsplit(url)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
     proxy.wait_server_ready(READY_SECONDS)
     return proxy
