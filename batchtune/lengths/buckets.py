@@ -15,7 +15,7 @@ _BATCH, _PADDED = 2**160, 2**40  # whole numbers, so that padding decides betwee
 
 _Needs = Callable[[Length], int]
 _Group = tuple[Length, int]  # neighbouring lengths that are not told apart: the longest, and their samples
-_Cut = tuple[int, list[int]]  # what it costs, and before which groups it cuts; the last is the end
+_Cut = tuple[int, list[Length]]  # what some buckets cost, and their edges
 
 
 def choose_buckets(
@@ -88,26 +88,21 @@ def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[Length]
     the groups are cut in the cheapest way into n - 1.
     """
     ends = range(1, len(groups) + 1)
-    bucket = {end: list(_buckets_that_end(groups, end)) for end in ends}
-    price = {end: [needs(edge) * samples for edge, samples in bucket[end]] for end in ends}
-    best = {end: (price[end][-1], [end]) for end in ends}  # the cost of one bucket, and where the buckets end
+    ending = {end: accumulate(reversed(groups[:end]), _joined) for end in ends}  # the last one, two, … groups before it
+    last = {end: [(needs(edge) * samples, [edge]) for edge, samples in ending[end]] for end in ends}
+    best = {end: last[end][-1] for end in ends}  # all groups before that in one bucket
     found = best[len(groups)]
     for _ in range(1, min(at_most, len(groups))):
-        best = {end: _with_one_more(best, price[end], end) for end in ends if end - 1 in best}
+        best = {end: _with_one_more(best, last[end], end) for end in ends if end - 1 in best}
         found = min(found, best[len(groups)], key=lambda choice: choice[0])
-    starts = [0, *found[1]]
-    return [bucket[end][end - start - 1][0] for start, end in zip(starts, found[1], strict=False)]
+    return found[1]
 
 
-def _with_one_more(best: dict[int, _Cut], price: list[int], end: int) -> _Cut:
+def _with_one_more(best: dict[int, _Cut], last: list[_Cut], end: int) -> _Cut:
     """The cheapest cut of the first groups up to `end`, of those that add a bucket to one of `best`."""
-    cost, size = min((best[end - size][0] + cost, size) for size, cost in enumerate(price, 1) if end - size in best)
-    return cost, [*best[end - size][1], end]
+    cost, size = min((best[end - size][0] + cost, size) for size, (cost, _) in enumerate(last, 1) if end - size in best)
+    return cost, best[end - size][1] + last[size - 1][1]
 
 
-def _buckets_that_end(groups: list[_Group], end: int) -> Iterable[_Group]:
-    """The buckets of the last one, two, … groups before `end`."""
-    edge, samples = groups[end - 1][0], 0
-    for longest, count in reversed(groups[:end]):
-        edge, samples = room_for(edge, longest), samples + count
-        yield edge, samples
+def _joined(group: _Group, shorter: _Group) -> _Group:
+    return room_for(group[0], shorter[0]), group[1] + shorter[1]
