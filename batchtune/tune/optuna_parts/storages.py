@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import optuna
 from optuna import Study
@@ -21,6 +21,8 @@ from optuna.storages._cached_storage import _CachedStorage, _StudyInfo
 from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._storage import JournalStorageReplayResult
 from optuna.trial import FrozenTrial, TrialState
+
+from batchtune.document import Value
 
 HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 """How often a machine says that a run is alive, and after which silence it is not: an outage is shorter."""
@@ -32,7 +34,7 @@ STARTING_SECONDS = 10.0  # in which a run's parameters and attributes are writte
 Returned = TypeVar("Returned")
 
 
-def params_of(trial: FrozenTrial) -> dict[str, Any]:
+def params_of(trial: FrozenTrial) -> dict[str, Value]:
     """The parameters of a trial that has begun, or is queued."""
     return dict(trial.system_attrs.get("fixed_params", {}) | trial.params)
 

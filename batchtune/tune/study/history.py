@@ -48,7 +48,6 @@ def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
     params = params_of(trial)
-    arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     kept["state"] = trial.state.name.lower()
     if attributes.get(RAISED):
@@ -62,7 +61,7 @@ def to_record(trial: FrozenTrial) -> Trial:
         batch_size=int(params["batch_size"]),
         learning_rate=float(params["learning_rate"]),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
-        optimizer_arguments=arguments,
+        optimizer_arguments={name: value for name, value in params.items() if name not in _OURS},
         seed=int(attributes.get("seed", 0)),
         value=attributes.get("best_value"),
         curve=to_curve(attributes.get("curve", [])),
