@@ -206,10 +206,7 @@ app.command("report", short_help="Print the recommendation of a run.")(with_sess
 
 @app.command(short_help="Describe this machine, to paste into an issue.")
 @with_session
-def env(
-    session: Session,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, mps, …")] = "auto",
-) -> None:
+def env(session: Session, device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, mps, …")] = "auto") -> None:
     """Print versions, device, driver and live GPU sensors, to paste into an issue.
 
     Examples:
@@ -228,8 +225,7 @@ def env(
 @app.command(short_help="Print the JSON Schema of configuration or result.")
 @with_session
 def schema(
-    session: Session,
-    which: Annotated[Schema, typer.Argument(metavar="config|result", help="Which document.")],
+    session: Session, which: Annotated[Schema, typer.Argument(metavar="config|result", help="Which document.")]
 ) -> None:
     """Print the JSON Schema of the configuration or of the result document.
 

@@ -19,7 +19,7 @@ def _no_switch(value: object) -> object:
     return value
 
 
-def off_is_null(value: object) -> object:
+def _off_is_null(value: object) -> object:
     """`storage: off` is how people spell that there is none."""
     return None if value is False or (isinstance(value, str) and value in {"off", "no", "none"}) else value
 
@@ -35,9 +35,21 @@ def _run_name(value: str) -> str:
     return value
 
 
+def distinct(words: str) -> AfterValidator:
+    """A check that no value of a list stands in it twice; `words` say so, with the values in place of `{}`."""
+
+    def check(value: list[str] | list[bool]) -> list[str] | list[bool]:
+        if len(set(value)) < len(value):
+            raise ValueError(words.format(", ".join(map(str, value))))
+        return value
+
+    return AfterValidator(check)
+
+
 _SECONDS_SCHEMA = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["90s", "10m"]}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "examples": ["20GiB"]}]}
 NoSwitch = BeforeValidator(_no_switch)
+Off = BeforeValidator(_off_is_null)
 Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False), NoSwitch, BeforeValidator(parse_seconds), WithJsonSchema(_SECONDS_SCHEMA)
 ]

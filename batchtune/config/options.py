@@ -79,10 +79,7 @@ Minimum = Annotated[int, Option("Smallest micro-batch size.", checks.count, vari
 Maximum = Annotated[
     int | None,
     Option(
-        "Largest micro-batch size; never exceeded.",
-        checks.count,
-        variable="BATCHTUNE_BATCH_SIZE_MAX",
-        unset=("auto",),
+        "Largest micro-batch size; never exceeded.", checks.count, variable="BATCHTUNE_BATCH_SIZE_MAX", unset=("auto",)
     ),
 ]
 MultipleOf = Annotated[

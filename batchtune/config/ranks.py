@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from batchtune.config.fields import Count, NoSwitch, Positive, Section
+from batchtune.config.fields import Count, NoSwitch, Positive, Section, distinct
 from batchtune.errors import UsageError
 from batchtune.vocabulary import Strategy
 
@@ -40,12 +40,6 @@ def nothing_to_share(*strategies: str, add: str) -> str:
     return f"strategy {', '.join(strategies)}: there is nothing to share on one rank; add {add}, or drop it"
 
 
-def _each_once(value: list[Strategy]) -> list[Strategy]:
-    if len(set(value)) < len(value):
-        raise ValueError(f"{', '.join(value)}: each strategy once")
-    return value
-
-
 class RayCluster(Section):
     """What each worker asks of a Ray cluster."""
 
@@ -68,7 +62,7 @@ class Ranks(Section):
         default=1,
         description="Ranks that train a run as one; on a CPU they share it. auto: one, and the answer on 2, 4, 8, too.",
     )
-    strategy: Strategy | Annotated[list[Strategy], Field(min_length=1), AfterValidator(_each_once)] = Field(
+    strategy: Strategy | Annotated[list[Strategy], Field(min_length=1), distinct("{}: each strategy once")] = Field(
         default="ddp",
         description="ddp: each holds the model (DistributedDataParallel); fsdp: a shard of it (FSDP2); a list: each is "
         "tried, and the first is what you run today.",

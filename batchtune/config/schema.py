@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
-from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Positive, RunName, Seconds, Section, off_is_null
+from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Off, Positive, RunName, Seconds, Section, distinct
 from batchtune.config.ranks import Ranks, RayCluster
 from batchtune.config.space import ArgumentName, BatchSize, Clipping, LearningRate, Parameter
 from batchtune.errors import without_passwords
@@ -26,22 +26,14 @@ def _device_name(value: str) -> str:
     return value
 
 
-def _each_once(value: list[str]) -> list[str]:
-    if len(set(value)) < len(value):
-        raise ValueError(f"{', '.join(value)}: each precision once")
-    return value
-
-
-def _both(value: list[bool]) -> list[bool]:
-    if len(set(value)) < len(value):
-        raise ValueError("each of true and false once")
-    return value
-
-
 def _task_place(value: str) -> str:
     if not value.isprintable():
         raise ValueError(f"{value[:60]!r} cannot name a task; write model.py or package.module")
     return value
+
+
+_Precisions = Annotated[list[Precision], Field(min_length=1), distinct("{}: each precision once")]
+_Switches = Annotated[list[bool], Field(min_length=1), distinct("each of true and false once")]
 
 
 class Memory(Section):
@@ -50,7 +42,7 @@ class Memory(Section):
     margin: Annotated[float, NoSwitch] = Field(
         default=0.05, ge=0, lt=1, description="Share of the device kept free during the probe."
     )
-    limit: Annotated[Bytes | None, BeforeValidator(off_is_null)] = Field(
+    limit: Annotated[Bytes | None, Off] = Field(
         default=None, description="Bytes a rank may reserve (20GiB); null: the device less the margin."
     )
 
@@ -146,9 +138,7 @@ class Config(Section):
     device: Annotated[str, AfterValidator(_device_name)] = Field(
         default="auto", description="cuda:0, cpu, mps; auto: the accelerator that there is, else the CPU."
     )
-    precision: (
-        Precision | Literal["auto"] | Annotated[list[Precision], Field(min_length=1), AfterValidator(_each_once)]
-    ) = Field(
+    precision: Precision | Literal["auto"] | _Precisions = Field(
         default="auto",
         description="auto: what the device does well; a list: each is tried. fp32 leaves TF32 as torch and your "
         "code set it (by default on in convolutions), tf32 turns it on everywhere.",
@@ -180,12 +170,12 @@ class Config(Section):
     )
     ray: RayCluster = RayCluster()
     ranks: Ranks = Ranks()
-    activation_checkpointing: bool | Annotated[list[bool], Field(min_length=1), AfterValidator(_both)] | None = Field(
+    activation_checkpointing: bool | _Switches | None = Field(
         default=None,
         description="Whether build_model is to have activations computed again in backward; null: as the task has it; "
         "[false, true]: each is tried, and the first is what you run today.",
     )
-    storage: Annotated[str | None, BeforeValidator(off_is_null)] = Field(
+    storage: Annotated[str | None, Off] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
 

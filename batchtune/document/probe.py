@@ -268,8 +268,7 @@ class ProbeResult(Record):
         "baseline's; 0: none fits.",
     )
     lengths: tuple[LengthPoint, ...] = Field(
-        default=(),
-        description="The largest batch of each, ascending; the other figures are those of the longest.",
+        default=(), description="The largest batch of each, ascending; the other figures are those of the longest."
     )
     length_distribution: tuple[LengthCount, ...] = Field(
         default=(), description="Of the training set, ascending and at most 200, where its samples tell their length."
