@@ -12,11 +12,11 @@ from typing import Literal
 
 from rich.console import Console
 
-from batchtune.document import Document, Estimate, Interval, ProbeResult
+from batchtune.document import Document, Interval, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.report.formats import table_lines
 from batchtune.report.terminal import FittedTable
-from batchtune.report.view.model import Column, Table, Tone, table
+from batchtune.report.view.model import Column, Table, Tone
 from batchtune.report.view.select import peak_of, probes_of
 from batchtune.units import LEAST_PEAK, duration, number, share, size
 
@@ -119,7 +119,7 @@ class Comparison:
             Column("change", ["-" if each is None else f"{each:+.1%}" for each in shares]),
             Column("verdict", [text for text, _ in verdicts], tones=[tone for _, tone in verdicts]),
         ]
-        return table(self.title, columns)
+        return Table(self.title, columns)
 
 
 def compare(now: Document, before: Document, allow: float) -> Comparison:
@@ -171,9 +171,7 @@ def _conditions(result: Document) -> dict[str, str]:
 
 def _require_one_limit(now: Document, before: Document) -> None:
     """Where memory ended a search, both had the same of it; what is free on a device changes from run to run."""
-    later = {probe.precision: probe for probe in probes_of(now)}
-    for old in probes_of(before):
-        new = later[old.precision]
+    for new, old in _pairs(now, before):
         sizes = [size(each) if each else "all memory" for each in (new.memory_limit_bytes, old.memory_limit_bytes)]
         if "memory" in (new.limited_by, old.limited_by) and sizes[0] != sizes[1]:
             raise UsageError(
@@ -190,32 +188,30 @@ def _versions(now: Document, before: Document) -> Iterator[tuple[str, str | None
             yield name, getattr(new, name), getattr(old, name)
 
 
-def _of_probes(now: Document, before: Document) -> Iterator[Change]:
+def _pairs(now: Document, before: Document) -> list[tuple[ProbeResult, ProbeResult]]:
+    """The probes of each precision, which are alike: `_conditions` has seen to that."""
     later = {probe.precision: probe for probe in probes_of(now)}
+    return [(later[old.precision], old) for old in probes_of(before)]
+
+
+def _of_probes(now: Document, before: Document) -> Iterator[Change]:
     alike = now.environment is None or before.environment is None or now.environment.device == before.environment.device
-    for old in probes_of(before):
-        yield from _of_probe(later[old.precision], old, timed_alike=alike)
+    for new, old in _pairs(now, before):
+        of, earlier = old.precision, old.max_batch_size
+        if earlier is not None:
+            gap = max(_gap(new), _gap(old))
+            yield Change("max_batch_size", "largest batch", of, earlier, new.max_batch_size, gap, more_is_better=True)
+        for at, peak, previous in _at_largest(_peaks(new), _peaks(old)):
+            yield Change("peak_bytes", f"peak at batch {at:,}", of, previous, peak, LEAST_PEAK / previous, write=size)
+        for at, speed, previous in _at_largest(_speeds(new), _speeds(old)):
+            error = _CERTAIN * math.hypot(_scatter(new), _scatter(old)) if alike else math.inf
+            name = f"samples/s at batch {at:,}"
+            yield Change("samples_per_second", name, of, previous, speed, error, more_is_better=True)
 
 
-def _of_probe(new: ProbeResult, old: ProbeResult, *, timed_alike: bool) -> Iterator[Change]:
-    of, batch, earlier_batch = old.precision, new.max_batch_size, old.max_batch_size
-    if earlier_batch is not None:
-        gap = max(_gap(new), _gap(old))
-        yield Change("max_batch_size", "largest batch", of, earlier_batch, batch, gap, more_is_better=True)
-    peaks, earlier = _peaks(new), _peaks(old)
-    for at in _largest_of_both(peaks, earlier):
-        error = LEAST_PEAK / earlier[at]
-        yield Change("peak_bytes", f"peak at batch {at:,}", of, earlier[at], peaks[at], error, write=size)
-    speeds, earlier_speeds = _speeds(new), _speeds(old)
-    for at in _largest_of_both(speeds, earlier_speeds):
-        error = _CERTAIN * math.hypot(_scatter(new), _scatter(old)) if timed_alike else math.inf
-        name, before = f"samples/s at batch {at:,}", earlier_speeds[at]
-        yield Change("samples_per_second", name, of, before, speeds[at], error, more_is_better=True)
-
-
-def _largest_of_both(figures: Mapping[int, float], others: Mapping[int, float]) -> list[int]:
-    """The largest batch size that both have, if there is one."""
-    return sorted(figures.keys() & others.keys())[-1:]
+def _at_largest(now: Mapping[int, float], before: Mapping[int, float]) -> list[tuple[int, float, float]]:
+    """The largest batch size that both have, if there is one, with the figures of both."""
+    return [(at, now[at], before[at]) for at in sorted(now.keys() & before.keys())[-1:]]
 
 
 def _speeds(probe: ProbeResult) -> dict[int, float]:
@@ -246,13 +242,11 @@ def _scatter(probe: ProbeResult) -> float:
 
 
 def _of_estimates(now: Document, before: Document) -> Iterator[Change]:
-    later: dict[tuple[str, str], Estimate] = {(row.gpu, row.precision): row for row in now.estimates or []}
+    later = {(row.gpu, row.precision): row.safe_max_batch_size for row in now.estimates or []}
     for old in before.estimates or []:
-        new = later[old.gpu, old.precision]
-        safe, of = old.safe_max_batch_size, f"{old.gpu}, {old.precision}"
-        if safe:
-            name, now_safe = "largest batch that is safe", new.safe_max_batch_size
-            yield Change("safe_max_batch_size", name, of, safe, now_safe, more_is_better=True)
+        if old.safe_max_batch_size:
+            key, of, safe = (old.gpu, old.precision), f"{old.gpu}, {old.precision}", old.safe_max_batch_size
+            yield Change("safe_max_batch_size", "largest batch that is safe", of, safe, later[key], more_is_better=True)
 
 
 def _of_study(now: Document, before: Document) -> Iterator[Change]:

@@ -6,20 +6,9 @@ from collections.abc import Sequence
 
 from batchtune.device.gpus import COMMON
 from batchtune.document import Document, Estimate, MemoryDetail
-from batchtune.report.view.figure import Axis, Mark, Plot, Series
-from batchtune.report.view.lengths import estimated_lengths
-from batchtune.report.view.model import (
-    Column,
-    Fact,
-    Headline,
-    Section,
-    Table,
-    byte_sizes,
-    counts,
-    facts,
-    numbers,
-    table,
-)
+from batchtune.report.view.figure import Axis, Mark, Plot, Series, with_points
+from batchtune.report.view.lengths import estimated_lengths, estimated_sizes
+from batchtune.report.view.model import Column, Fact, Headline, Section, Table, byte_sizes, counts, facts, numbers
 from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, gist, held_most
 from batchtune.units import aligned, bytes_unit, number, size
 from batchtune.vocabulary import length_text
@@ -86,12 +75,10 @@ def section(estimates: Sequence[Estimate]) -> Section:
     """Largest batches by calculation, how sure each is, and what to know about them; nothing here was measured."""
     rows = sorted(estimates, key=lambda row: (row.memory_bytes, row.gpu))
     shown, count = _common(rows), len({row.gpu for row in rows})
-    if len(shown) == len(rows):
-        return Section("Estimates", [_table(rows, "each GPU", summary=True)], list(estimate_notes(estimates)))
-    tables = [
-        _table(shown, f"{len({row.gpu for row in shown})} of {count} GPUs", summary=True),
-        _table(rows, f"each of {count} GPUs", folded=True),
-    ]
+    which = f"{len({row.gpu for row in shown})} of {count} GPUs" if len(shown) < len(rows) else "each GPU"
+    tables = [_table(shown, which, summary=True)]
+    if len(shown) < len(rows):
+        tables.append(_table(rows, f"each of {count} GPUs", folded=True))
     return Section("Estimates", tables, list(estimate_notes(estimates)))
 
 
@@ -124,26 +111,23 @@ def _common(rows: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _table(rows: Sequence[Estimate], which: str, *, summary: bool = False, folded: bool = False) -> Table:
-    def largest(name: str, key: str, spare: int = 0) -> Column:
-        values = [getattr(row, key) for row in rows]
-        return counts(name, values, cells=[*map(estimated, rows, values)], spare=spare)
-
     precisions = _precisions(rows)
     one = f" at {precisions[0]}" if len(precisions) == 1 else ""
+    expandable = [row.expandable_segments_max_batch_size for row in rows]
     columns = [
         Column("GPU", [row.gpu for row in rows], wraps=True),
         byte_sizes("memory", [row.memory_bytes for row in rows], spare=3),
         Column("precision", ["" if one else row.precision for row in rows], spare=1),
-        counts("safe", [row.safe_max_batch_size for row in rows], cells=[*map(estimated_safe, rows)]),
-        largest("largest", "max_batch_size"),
-        largest("expandable segments", "expandable_segments_max_batch_size", spare=5),
+        estimated_sizes("safe", rows, [row.safe_max_batch_size for row in rows], down=True),
+        estimated_sizes("largest", rows, [row.max_batch_size for row in rows]),
+        estimated_sizes("expandable segments", rows, expandable, spare=5),
         byte_sizes("peak", [row.peak_bytes for row in rows], detail=True),
         numbers("samples/s at most", [row.samples_per_second for row in rows], digits=2, detail=True),
         numbers("samples/J at most", [row.samples_per_joule for row in rows], digits=2, detail=True),
         Column("confidence", [_confidence(row) for row in rows], spare=1),
     ]
     title = f"{_batch(rows)} on {which}{one}, estimated, not measured; ± is of memory"
-    return table(title, columns, summary=summary, folded=folded)
+    return Table(title, columns, summary=summary, folded=folded)
 
 
 def _confidence(row: Estimate) -> str:
@@ -170,7 +154,7 @@ def memory(details: Sequence[MemoryDetail]) -> Section:
         *(held(name, key) for name, key in _PHASES.items()),
         Column("peak in", [row.peak_moment for row in details], spare=4),
     ]
-    tables = [table("what memory is for at its peak, estimated", columns, unit=unit)]
+    tables = [Table("what memory is for at its peak, estimated", columns, unit=unit)]
     known = [row for row in details if row.holders]
     return Section("Memory", tables + [_holders(row) for row in known[:1]], [held_most(row) for row in known])
 
@@ -183,7 +167,7 @@ def _holders(found: MemoryDetail) -> Table:
         byte_sizes("activations", [each.activation_bytes for each in found.holders]),
     ]
     title = f"what holds activations at the peak, at {found.precision} and batch {found.batch_size:,}, estimated"
-    return table(title, columns)
+    return Table(title, columns)
 
 
 def largest_plot(result: Document) -> Plot | None:
@@ -207,7 +191,7 @@ def largest_plot(result: Document) -> Plot | None:
         "Largest batch on each GPU, estimated",
         Axis("largest micro-batch size", from_zero=True, whole=True),
         Axis("", ticks={at: _names(group, several=several) for at, group in enumerate(groups)}),
-        [each for each in series if each.points],
+        with_points(series),
     )
 
 

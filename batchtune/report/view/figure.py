@@ -47,6 +47,11 @@ class Series:
         return [point for point in self.points if point is not None]
 
 
+def with_points(series: Iterable[Series]) -> list[Series]:
+    """Those that a figure and its legend have; a series without a point is in neither."""
+    return [each for each in series if each.points]
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """What is predicted over a plane: `z` and lines about it, a row for each y; it is drawn at every `step`."""

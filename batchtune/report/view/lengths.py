@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from batchtune.document import Document, Estimate, Length, LengthPoint, ProbeResult
 from batchtune.errors import UsageError
-from batchtune.report.view.figure import Axis, Plot, Series
-from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares, table
+from batchtune.report.view.figure import Axis, Mark, Plot, Series, with_points
+from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares
 from batchtune.report.view.settings import Ran, Values
 from batchtune.report.view.words import estimated
 from batchtune.units import LEAST_PEAK
@@ -112,7 +112,7 @@ def lengths_table(probe: ProbeResult) -> Table:
         counts("attempts", [len(point.attempts) for point in points], spare=5),
         counts("out of memory", [sum(a.outcome == "oom" for a in point.attempts) for point in points], detail=True),
     ]
-    return table(f"largest batch of each length at {probe.precision}", columns, summary=True)
+    return Table(f"largest batch of each length at {probe.precision}", columns, summary=True)
 
 
 def _token_speeds(points: Sequence[LengthPoint], speeds: Sequence[float | None]) -> list[Column]:
@@ -131,22 +131,27 @@ def estimated_lengths(rows: list[Estimate]) -> Table:
     if len(rows) > 1:
         columns = [Column("GPU", [row.gpu for row in rows], wraps=True)]
         columns += [
-            _sizes(length_text(point.length), rows, [row.lengths[at].safe_max_batch_size for row in rows], down=True)
+            estimated_sizes(
+                length_text(point.length), rows, [row.lengths[at].safe_max_batch_size for row in rows], down=True
+            )
             for at, point in enumerate(points)
         ]
-        return table(f"{title}, error band included", columns, summary=True)
+        return Table(f"{title}, error band included", columns, summary=True)
     columns = [
         _length_column([point.length for point in points]),
-        _sizes("safe", rows * len(points), [point.safe_max_batch_size for point in points], down=True),
-        _sizes("largest", rows * len(points), [point.max_batch_size for point in points]),
-        _sizes("alone", rows * len(points), [point.alone_max_batch_size for point in points], spare=2),
+        estimated_sizes("safe", rows * len(points), [point.safe_max_batch_size for point in points], down=True),
+        estimated_sizes("largest", rows * len(points), [point.max_batch_size for point in points]),
+        estimated_sizes("alone", rows * len(points), [point.alone_max_batch_size for point in points], spare=2),
         byte_sizes("peak", [point.peak_bytes for point in points], spare=1),
         numbers("samples/s at most", [point.samples_per_second for point in points], digits=2, detail=True),
     ]
-    return table(f"{title}, on {rows[0].gpu}; alone: no others beside it", columns, summary=True)
+    return Table(f"{title}, on {rows[0].gpu}; alone: no others beside it", columns, summary=True)
 
 
-def _sizes(name: str, rows: Sequence[Estimate], sizes: Sequence[int], *, down: bool = False, spare: int = 0) -> Column:
+def estimated_sizes(
+    name: str, rows: Sequence[Estimate], sizes: Sequence[int | None], *, down: bool = False, spare: int = 0
+) -> Column:
+    """A column of an estimate's sizes, a row of `rows` each, with the digits that its error leaves."""
     cells = [estimated(row, size, down=down) for row, size in zip(rows, sizes, strict=True)]
     return counts(name, sizes, cells=cells, spare=spare)
 
@@ -192,34 +197,26 @@ def lengths_plot(probes: Sequence[ProbeResult]) -> Plot | None:
     """The largest batch against length: what fitted, and what failed above it."""
     series = []
     probes = [probe for probe in probes if len(probe.lengths) > 1]
+    sides: list[tuple[Mark, str, str, str]] = [
+        ("fit", "largest batch", "max_batch_size", "trains"),
+        ("oom", "fails", "first_failing_batch_size", "fails"),
+    ]
     for group, probe in enumerate(probes):
         name = f"{probe.precision} " if len(probes) > 1 else ""
-        fits = [(float(_extent(point.length)), float(point.max_batch_size)) for point in probe.lengths]
-        series.append(Series("fit", f"{name}largest batch", fits, _hover(probe.lengths, "trains"), group))
-        failed = [point for point in probe.lengths if point.first_failing_batch_size]
-        above = [(float(_extent(each.length)), float(each.first_failing_batch_size or 0)) for each in failed]
-        series.append(Series("oom", f"{name}fails", above, _hover(failed, "fails"), group))
+        for mark, meaning, key, verb in sides:
+            shown = [(each, batch) for each in probe.lengths if (batch := getattr(each, key)) is not None]
+            hover = [
+                (f"length {length_text(each.length)}", f"batch {batch:,} {verb}", f"{len(each.attempts)} attempts")
+                for each, batch in shown
+            ]
+            points = [(float(_extent(each.length)), float(batch)) for each, batch in shown]
+            series.append(Series(mark, f"{name}{meaning}", points, hover, group))
     if not series:
         return None
     several = any(not isinstance(point.length, int) for probe in probes for point in probe.lengths)
     axis = Axis("length, product of its numbers" if several else "length", log=True, whole=True)
-    return Plot(
-        "Largest batch against length",
-        axis,
-        Axis("largest micro-batch", log=True, whole=True),
-        [each for each in series if each.points],
-    )
-
-
-def _hover(points: Sequence[LengthPoint], verb: str) -> list[tuple[str, ...]]:
-    return [
-        (f"length {length_text(each.length)}", f"batch {_side(each, verb):,} {verb}", f"{len(each.attempts)} attempts")
-        for each in points
-    ]
-
-
-def _side(point: LengthPoint, verb: str) -> int:
-    return (point.first_failing_batch_size or 0) if verb == "fails" else point.max_batch_size
+    upward = Axis("largest micro-batch", log=True, whole=True)
+    return Plot("Largest batch against length", axis, upward, with_points(series))
 
 
 def _extent(length: Length) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypedDict, Unpack
 
 from batchtune.report.view.figure import Plot
@@ -40,16 +40,20 @@ class Column:
     tones: Sequence[Tone] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Table:
-    """Rows under a title."""
+    """Rows under a title; of the columns given, those in which something is known."""
 
     title: str  # what the rows are
     columns: Sequence[Column]
+    _: KW_ONLY
     marked: Collection[int] = ()
     unit: str = ""  # of all figures that have none of their own, in columns whose figures are lined up
     summary: bool = False  # a summary has it, too
     folded: bool = False  # row by row what another one sums up: only for those who ask
+
+    def __post_init__(self) -> None:
+        self.columns = [each for each in self.columns if any(cell not in {"", "-"} for cell in each.cells)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +149,9 @@ class _Look(TypedDict, total=False):
     tones: Sequence[Tone]
 
 
-class _Use(TypedDict, total=False):
-    """What may be said of any table; see `Table`."""
-
-    marked: Collection[int]
-    unit: str
-    summary: bool
-    folded: bool
-
-
 def facts(texts: Mapping[str, str | None], *, detail: bool = False) -> list[Fact]:
     """What is known, each under its name."""
     return [Fact(name, text, detail=detail) for name, text in texts.items() if text and text != "-"]
-
-
-def table(title: str, columns: Sequence[Column], **more: Unpack[_Use]) -> Table:
-    """A table of those columns in which something is known."""
-    known = [column for column in columns if any(cell not in {"", "-"} for cell in column.cells)]
-    return Table(title=title, columns=known, **more)
 
 
 def byte_sizes(name: str, values: Values, *, least: float = 0, **more: Unpack[_Look]) -> Column:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from batchtune.document import ProbeResult, ThroughputFit
-from batchtune.report.view.figure import Axis, Mark, Plot, Series
+from batchtune.report.view.figure import Axis, Mark, Plot, Series, with_points
 from batchtune.report.view.model import (
     Certificate,
     Column,
@@ -18,7 +18,6 @@ from batchtune.report.view.model import (
     numbers,
     seconds,
     shares,
-    table,
 )
 from batchtune.report.view.select import fastest, peak_of
 from batchtune.report.view.words import (
@@ -102,7 +101,7 @@ def precisions(probes: Sequence[ProbeResult], chosen: ProbeResult | None) -> Tab
         shares("MFU", [point.mfu if point else None for point in best], spare=4),
     ]
     marked = [row for row, probe in enumerate(probes) if chosen is not None and probe.precision == chosen.precision]
-    return table("precisions compared, each at its best speed", columns, marked=marked, summary=True)
+    return Table("precisions compared, each at its best speed", columns, marked=marked, summary=True)
 
 
 def throughput(probe: ProbeResult) -> Table:
@@ -123,7 +122,7 @@ def throughput(probe: ProbeResult) -> Table:
         numbers("J/sample", [point.joules_per_sample for point in points], spare=5),
         Column("held back by", [", ".join(each.throttle_reasons or []) for each in points], spare=4, wraps=True),
     ]
-    return table(f"{'inference ' if probe.inference else ''}throughput at {probe.precision}", columns, summary=True)
+    return Table(f"{'inference ' if probe.inference else ''}throughput at {probe.precision}", columns, summary=True)
 
 
 def attempts(probe: ProbeResult) -> Table:
@@ -149,7 +148,7 @@ def attempts(probe: ProbeResult) -> Table:
             wraps=True,
         ),
     ]
-    return table(f"{counted(len(tried), 'attempt')} at {probe.precision}, in their order", columns)
+    return Table(f"{counted(len(tried), 'attempt')} at {probe.precision}, in their order", columns)
 
 
 def memory_plot(probes: Sequence[ProbeResult]) -> Plot | None:
@@ -175,7 +174,7 @@ def memory_plot(probes: Sequence[ProbeResult]) -> Plot | None:
         "Peak memory against batch size",
         Axis(_BATCH, from_zero=True, whole=True),
         Axis(f"peak memory, {unit}", from_zero=True),
-        [each for each in series if each.points],
+        with_points(series),
         note="" if near or not limit_bytes else limit,
     )
 
@@ -216,12 +215,8 @@ def throughput_plot(probes: Sequence[ProbeResult]) -> Plot | None:
     series = [
         each for group, (probe, name) in enumerate(_named(probes)) for each in _speeds(probe, group, name, low, high)
     ]
-    return Plot(
-        "Throughput against batch size",
-        Axis(_BATCH, log=True, whole=True),
-        Axis("throughput, samples/s", from_zero=True),
-        [each for each in series if each.points],
-    )
+    across, up = Axis(_BATCH, log=True, whole=True), Axis("throughput, samples/s", from_zero=True)
+    return Plot("Throughput against batch size", across, up, with_points(series))
 
 
 def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> Iterator[Series]:

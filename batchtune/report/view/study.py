@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.document import Document, Interval, Recommendation, Scaling, ScalingPoint, Trial
-from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds, table
+from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds
 from batchtune.report.view.select import (
     JOULES,
     SECONDS,
@@ -101,7 +101,7 @@ def comparison(result: Document, found: Recommendation) -> Table:
         (metric_of(result), *(interval(each.value) for each in shown)),
     ]
     known = zip(*(row for row in rows if row[1] != "-"), strict=True)
-    return table("", [Column(*each) for each in zip(("", "train with", "today"), known, strict=False)])
+    return Table("", [Column(*each) for each in zip(("", "train with", "today"), known, strict=False)])
 
 
 def runs(result: Document) -> Table:
@@ -127,7 +127,7 @@ def runs(result: Document) -> Table:
         Column("note", [trial.message or "" for trial in shown], detail=True),
     ]
     title = "every run, best first" + ("; ● with what is recommended" if marked else "")
-    return table(title, columns, marked=marked, folded=True)
+    return Table(title, columns, marked=marked, folded=True)
 
 
 def _differing(trials: Sequence[Trial], spare: int) -> list[Column]:
@@ -159,7 +159,7 @@ def scaling(found: Scaling) -> Section:
         Column("energy", [interval(each, " J") if each else "" for each in energies], spare=4),
         Column(" ", [_known_by(each) for each in points]),
     ]
-    return Section("Several devices", [table("on several devices", columns)], [f"ranks timed: {ranks(found.measured)}"])
+    return Section("Several devices", [Table("on several devices", columns)], [f"ranks timed: {ranks(found.measured)}"])
 
 
 def _known_by(point: ScalingPoint) -> str:
@@ -214,7 +214,7 @@ def configurations(result: Document) -> Table:
     part = f", {len(shown)} of {count}" if len(shown) < count else ""
     order = ", the recommended first" if answer else ""
     title = f"configurations{order}{part}: medians over their seeds"
-    return table(title, columns, marked=[0] if answer else [], summary=True)
+    return Table(title, columns, marked=[0] if answer else [], summary=True)
 
 
 def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configuration], _Configuration | None]:

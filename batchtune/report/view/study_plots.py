@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial
-from batchtune.report.view.figure import Axis, Field, Mark, Plot, Point, Scale, Series
+from batchtune.report.view.figure import Axis, Field, Mark, Plot, Point, Scale, Series, with_points
 from batchtune.report.view.model import Bar, Bars
 from batchtune.report.view.select import (
     JOULES,
@@ -16,6 +16,7 @@ from batchtune.report.view.select import (
     VALUE,
     is_broken,
     is_of,
+    least_is_best,
     metric_of,
     objective,
     ran,
@@ -136,19 +137,21 @@ def landscape(result: Document) -> Plot | None:
     found = _configurations(trials, SECONDS if timed else VALUE)
     if len(found) < 2:  # noqa: PLR2004 - one point is no landscape
         return None
-    series = list(_start_of_search(result.prior, result)) if result.prior else []
     without = [each for each in found if each.score is None]
     stopped = "stopped before the target" if timed else "no value"
-    series += _outcome("open", stopped, [each for each in without if not each.broken])
-    series += _outcome("broken", "diverged or failed", [each for each in without if each.broken])
-    series += _scored(result, found, timed=timed)
-    series += _ring("ring today", _TODAY, result.baseline)
-    series += _ring("ring recommended", "recommended", result.recommendation)
+    series = [
+        *(_start_of_search(result.prior, result) if result.prior else ()),
+        _outcome("open", stopped, [each for each in without if not each.broken]),
+        _outcome("broken", "diverged or failed", [each for each in without if each.broken]),
+        _scored(result, [each for each in found if each.score is not None], timed=timed),
+        _ring("ring today", _TODAY, result.baseline),
+        _ring("ring recommended", "recommended", result.recommendation),
+    ]
     return Plot(
         "Where the runs lie: batch size and learning rate",
         Axis("global batch size", log=True, whole=True),
         Axis("learning rate", log=True),
-        series,
+        with_points(series),
         field=_predicted(result.landscape) if result.landscape else None,
     )
 
@@ -166,55 +169,47 @@ def _configurations(trials: Sequence[Trial], key: str) -> list[_Configuration]:
     return found
 
 
-def _outcome(mark: Mark, words: str, found: Sequence[_Configuration]) -> list[Series]:
-    points, hover = [each.point for each in found], [each.about(words) for each in found]
-    return [Series(mark, words, points, hover)] if found else []
+def _outcome(mark: Mark, words: str, found: Sequence[_Configuration]) -> Series:
+    return Series(mark, words, [each.point for each in found], [each.about(words) for each in found])
 
 
-def _scored(result: Document, found: Sequence[_Configuration], *, timed: bool) -> list[Series]:
+def _scored(result: Document, found: Sequence[_Configuration], *, timed: bool) -> Series:
     """Those with a figure, shaded by it."""
-    known = [(each, each.score) for each in found if each.score is not None]
-    if not known:
-        return []
-    scores, metric = [value for _, value in known], metric_of(result)
+    scores, metric = [each.score for each in found if each.score is not None], metric_of(result)
+    name = "reached the target" if timed else "finished"
+    if not scores:
+        return Series("scored", name, ())
     logarithmic = timed and min(scores) > 0
     shades = [math.log10(value) if logarithmic else value for value in scores]
     low, high = min(shades), max(shades)
     ticks = [low + (high - low) * part / 3 for part in range(4)] if high > low else [low]
     shown = {tick: 10**tick if logarithmic else tick for tick in ticks}
     texts = {tick: duration(value) if timed else number(value, 4) for tick, value in shown.items()}
-    least = timed or result.target is None or result.target.goal == "minimize"
+    least = least_is_best(result, SECONDS if timed else VALUE)
     outcomes = [f"reached in {duration(value)}" if timed else f"{metric} {number(value, 4)}" for value in scores]
-    hover = [each.about(outcome) for (each, _), outcome in zip(known, outcomes, strict=True)]
+    hover = [each.about(outcome) for each, outcome in zip(found, outcomes, strict=True)]
     scale = Scale("time to target" if timed else metric, texts, least_is_best=least)
-    name = "reached the target" if timed else "finished"
-    return [Series("scored", name, [each.point for each, _ in known], hover, shades=shades, scale=scale)]
+    return Series("scored", name, [each.point for each in found], hover, shades=shades, scale=scale)
 
 
-def _ring(mark: Mark, name: str, configuration: Recommendation | None) -> list[Series]:
-    if configuration is None or not configuration.learning_rate:
-        return []
-    return [Series(mark, name, [(configuration.global_batch_size, configuration.learning_rate)])]
+def _ring(mark: Mark, name: str, found: Recommendation | None) -> Series:
+    rate = found.learning_rate if found else None
+    return Series(mark, name, [(found.global_batch_size, rate)] if found and rate else ())
 
 
 def _start_of_search(prior: Prior, result: Document) -> Iterator[Series]:
     """The batch size and learning rate believed best before the search, and where training diverged."""
     today = next((trial.batch_size for trial in result.trials or [] if trial.role == "baseline"), None)
     start = prior.start_batch_size or today
+    best = [(start, prior.learning_rate)] if start else []
     edges = [(test.batch_size, test.edge_learning_rate) for test in prior.range_tests if test.edge_learning_rate]
     marks: list[tuple[Mark, str, list[tuple[int, float]], float | None]] = [
-        (
-            "prior",
-            "believed best before the search",
-            [(start, prior.learning_rate)] if start else [],
-            10**prior.learning_rate_decades,
-        ),
+        ("prior", "believed best before the search", best, 10**prior.learning_rate_decades),
         ("edge", "edge of stability, range test", edges, None),
     ]
     for mark, name, points, spread in marks:
         hover = [(name, f"batch {batch:,}, learning rate {number(rate)}") for batch, rate in points]
-        if points:
-            yield Series(mark, name, points, hover, spread=spread)
+        yield Series(mark, name, points, hover, spread=spread)
 
 
 def _predicted(predicted: Landscape) -> Field | None:

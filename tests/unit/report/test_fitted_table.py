@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from batchtune.report.terminal import FittedTable, bar
-from batchtune.report.view.model import Column, numbers, table
+from batchtune.report.view.model import Column, Table, numbers
 
 
 def shown(made, width=80, *, verbose=False):
@@ -23,39 +23,39 @@ COLUMNS = [
 
 
 def test_all_columns_are_shown_where_there_is_room():
-    lines = shown(table("rows", COLUMNS))
+    lines = shown(Table("rows", COLUMNS))
     assert lines[0] == "rows"
     assert lines[1].split() == ["batch", "time,", "s", "bar", "why"]
     assert not any("no room" in line for line in lines)
 
 
 def test_the_column_that_can_be_spared_most_goes_first_and_is_named_where_all_was_asked_for():
-    assert shown(table("rows", COLUMNS), 40, verbose=True)[-1] == "no room here for: bar"
+    assert shown(Table("rows", COLUMNS), 40, verbose=True)[-1] == "no room here for: bar"
     for width, names in ((20, "bar, why"), (8, "bar, why, time, s")):
-        assert " ".join(shown(table("rows", COLUMNS), width, verbose=True)).endswith(f"no room here for: {names}")
-        assert "no room" not in " ".join(shown(table("rows", COLUMNS), width))
+        assert " ".join(shown(Table("rows", COLUMNS), width, verbose=True)).endswith(f"no room here for: {names}")
+        assert "no room" not in " ".join(shown(Table("rows", COLUMNS), width))
 
 
 def test_words_wrap_and_figures_do_not():
-    lines = shown(table("rows", COLUMNS), 36)
+    lines = shown(Table("rows", COLUMNS), 36)
     assert " ".join(" ".join(line.split()) for line in lines).count("a reason of") == 1
     assert lines[3].split()[:2] == ["1", "12.5"]
     assert max(map(len, lines)) <= 36
 
 
 def test_a_column_in_which_nothing_was_measured_is_left_out_without_a_word():
-    lines = shown(table("rows", [Column("batch", ["1", "2"]), Column("power", ["-", ""])]))
+    lines = shown(Table("rows", [Column("batch", ["1", "2"]), Column("power", ["-", ""])]))
     assert lines[1] == "batch"
     assert "power" not in " ".join(lines)
 
 
 def test_decimal_points_stand_under_one_another():
-    lines = shown(table("rows", [numbers("samples/s", [16.6, 140.0, 9.25])]))
+    lines = shown(Table("rows", [numbers("samples/s", [16.6, 140.0, 9.25])]))
     assert lines[3].index(".") == lines[5].index(".") == len(lines[4])
 
 
 def test_text_in_brackets_is_no_markup():
-    assert "[red]x" in " ".join(shown(table("[b]", [Column("why", ["[red]x"])])))
+    assert "[red]x" in " ".join(shown(Table("[b]", [Column("why", ["[red]x"])])))
 
 
 def test_a_bar_is_as_long_as_its_share():

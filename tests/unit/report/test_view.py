@@ -9,7 +9,7 @@ from rich.console import Console
 from batchtune.document import ProbeResult
 from batchtune.report.formats import to_markdown
 from batchtune.report.terminal import render
-from batchtune.report.view.model import Column, byte_sizes, counts, numbers, table
+from batchtune.report.view.model import Column, Table, byte_sizes, counts, numbers
 from batchtune.report.view.read import view_of
 from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
 from batchtune.report.view.words import certificate, certificate_facts
@@ -73,7 +73,7 @@ def test_markdown_has_the_tables_of_a_summary_and_no_others(any_result):
 
 
 def test_columns_in_which_nothing_is_known_are_no_columns():
-    made = table("rows", [Column("name", ["a", "b"]), Column("note", ["", "-"]), byte_sizes("peak", [None, None])])
+    made = Table("rows", [Column("name", ["a", "b"]), Column("note", ["", "-"]), byte_sizes("peak", [None, None])])
     assert [column.name for column in made.columns] == ["name"]
 
 
