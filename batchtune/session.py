@@ -51,7 +51,7 @@ class Session:
         shown = self.json or not self.quiet or self.output is None
         try:
             if self.output is not None:
-                _write(self.output, result.to_json() + "\n")
+                _write(self.output, result.to_json())
         except UsageError:
             shown = True  # what took so long to find out is not lost
             raise

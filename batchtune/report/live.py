@@ -159,33 +159,26 @@ class LiveObserver(Observer):
         """The picture of this moment, no higher than the terminal."""
         took = time.monotonic() - self._began
         left = f", {duration(round(max(0.0, self._ends - time.monotonic())))} left" if self._ends else ""
-        self._spinner.update(text=Text(self._written(f"{self._title} ({duration(round(took))}{left})"), style="bold"))
-        parts: list[Text | Table] = [
-            Text(self._written(each)) for each in (self._announced, *self._known(), self._doing) if each
-        ]
-        rows = self._rows[:] if self._columns is _CONFIGURATIONS else self._rows[-self._room() :]
-        if rows:
-            shown = [_heading(self._columns), *rows[: self._room()]]
-            parts.append(_grid(self._console, self._columns, shown, folds=self._rows_stay))
-        return Group(self._spinner, *parts)
+        told = [f"{self._title} ({duration(round(took))}{left})", self._announced, self._known(), self._doing]
+        title, *about = [Text(written_in(self._console.encoding, each)) for each in told if each]
+        title.style = "bold"
+        self._spinner.update(text=title)
+        room = max(2, self._console.height - _AROUND)
+        rows = self._rows[:room] if self._columns is _CONFIGURATIONS else self._rows[-room:]
+        if not rows:
+            return Group(self._spinner, *about)
+        shown = [_heading(self._columns), *rows]
+        return Group(self._spinner, *about, _grid(self._console, self._columns, shown, folds=self._rows_stay))
 
-    def _room(self) -> int:
-        return max(2, self._console.height - _AROUND)
-
-    def _known(self) -> Iterator[str]:
+    def _known(self) -> str:
         """What is known by now of the answer: both sides of the bracket, or the best configuration."""
         if self._trials:
             (cells, _), *_ = self._rows if self._columns is _CONFIGURATIONS else _configurations(self._trials)
             batch, rate, median, *_ = cells
-            yield f"best so far: {median} at batch {batch}, lr {rate}" if median != "-" else ""
-        elif self._attempts:
-            low = max((each.batch_size for each in self._attempts if each.fits), default=None)
-            high = min((each.batch_size for each in self._attempts if not each.fits), default=None)
-            sides = [f"{low:,} fits" if low else "", f"{high:,} does not" if high else ""]
-            yield ", ".join(filter(None, sides))
-
-    def _written(self, text: str) -> str:
-        return written_in(self._console.encoding, text)
+            return f"best so far: {median} at batch {batch}, lr {rate}" if median != "-" else ""
+        low = max((each.batch_size for each in self._attempts if each.fits), default=None)
+        high = min((each.batch_size for each in self._attempts if not each.fits), default=None)
+        return ", ".join(filter(None, [f"{low:,} fits" if low else "", f"{high:,} does not" if high else ""]))
 
     def _say(self, what: Text | Table) -> None:
         with self._lock:  # the user's prints come from a thread of their own

@@ -48,7 +48,8 @@ def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, he
         return []
     points = [point for each in layers for point in each.drawn]
     xs, ys = AxisScale.over([x for x, _ in points], x_axis), AxisScale.over([y for _, y in points], y_axis)
-    labels = {row: label for label, row in _labels_beside(ys, height)}
+    beside = ys.round_values(max(2, height // 2))  # at most one for every other row
+    labels = {height - 1 - round(ys.share(value) * (height - 1)): tick_text(value) for value in beside}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
     grid = _Grid(columns, height)
@@ -56,20 +57,14 @@ def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, he
         grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.drawn])
     lines = [Text(line, style="bold") for line in wrap(y_axis.title, width)]
     for row, cells in enumerate(grid.rows()):
-        beside = labels.get(row, "")
-        lines.append(_line([(f"{beside:>{gutter}} {'┤' if beside else '│'}", "dim"), *cells]))
+        label = labels.get(row, "")
+        lines.append(_line([(f"{label:>{gutter}} {'┤' if label else '│'}", "dim"), *cells]))
     below, ticks = _labels_below(xs, columns)
     rule = "".join("┬" if column in ticks else "─" for column in range(columns))
     margin = " " * (gutter + 2)
     lines.append(Text(f"{margin[:-1]}└{rule}", style="dim"))
     lines += [Text(margin + below, style="dim")] if below else []  # no label may have had room
     return lines + [Text(margin).append(line) for line in _legend(layers, x_axis.title, columns)]
-
-
-def _labels_beside(scale: AxisScale, height: int) -> Iterator[tuple[str, int]]:
-    """Labels of the left axis with their rows, at most one for every other row."""
-    for value in scale.round_values(max(2, height // 2)):
-        yield tick_text(value), height - 1 - round(scale.share(value) * (height - 1))
 
 
 def _labels_below(scale: AxisScale, columns: int) -> tuple[str, set[int]]:
@@ -164,9 +159,8 @@ class Figures:
         beside = len(self._plots) > 1 and width >= max(_SIDE_BY_SIDE, 2 * MIN_WIDTH + _GAP)
         each = min(_WIDEST, (width - _GAP) // 2 if beside else width)
         drawn = [_lines(plot, each) for plot in self._plots]
-        nothing: list[Text] = []
         lefts, rights = (drawn[::2], drawn[1::2]) if beside else (drawn, [])
-        for pair in itertools.zip_longest(lefts, rights, fillvalue=nothing):
+        for pair in itertools.zip_longest(lefts, rights, fillvalue=list[Text]()):
             for left, right in itertools.zip_longest(*pair):
                 line = Text(no_wrap=True).append(left or "")
                 yield line.append(" " * (each + _GAP - line.cell_len)).append(right) if right else line
