@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -57,13 +56,8 @@ class Variant(NamedTuple):
     @staticmethod
     def named(name: object) -> Variant:
         """The one of this name."""
-        return _variants()[str(name)]
-
-
-@functools.cache
-def _variants() -> dict[str, Variant]:
-    every = [Variant(how, again) for how in (None, *get_args(Strategy)) for again in (None, True, False)]
-    return {each.name: each for each in every}
+        every = (Variant(how, again) for how in (None, *get_args(Strategy)) for again in (None, True, False))
+        return {each.name: each for each in every}[str(name)]
 
 
 def dimensions(length: Length) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten, wrap
 
@@ -42,24 +42,28 @@ def render(result: Document, *, verbose: bool = False, page: str = "") -> Render
 
     A verbose one has figures, tables and reasons before it, and tells warnings in full.
     """
-    return _Report(result, verbose=verbose, page=page)
+    return _Report(view_of(result), verbose, page)
 
 
+@dataclass(frozen=True, slots=True)
 class _Report:
     """Lines that neither trail blanks nor hold a character that the output cannot write."""
 
-    def __init__(self, result: Document, *, verbose: bool, page: str) -> None:
-        self._view, self._verbose, self._page = view_of(result), verbose, page
+    view: View
+    verbose: bool
+    page: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         within = options.update(height=None)
         within.encoding = "utf-8"  # what the output lacks is replaced here alone, not by Rich's other boxes
-        evidence = _evidence(self._view) if self._verbose else ()
-        lines = [line for part in evidence for line in console.render_lines(part, within, pad=False)]
-        for warnings in range(len(self._view.warnings) if self._verbose else _MOST_WARNINGS, -1, -1):
-            parts = _screen(self._view, warnings=warnings, verbose=self._verbose, page=self._page)
-            screen = [line for part in parts for line in console.render_lines(part, within, pad=False)]
-            if self._verbose or len(screen) < console.height:  # the prompt has a line
+
+        def drawn(parts: Iterable[RenderableType]) -> list[list[Segment]]:
+            return [line for part in parts for line in console.render_lines(part, within, pad=False)]
+
+        lines = drawn(_evidence(self.view)) if self.verbose else []
+        for warnings in range(len(self.view.warnings) if self.verbose else _MOST_WARNINGS, -1, -1):
+            screen = drawn(_screen(self.view, warnings=warnings, verbose=self.verbose, page=self.page))
+            if self.verbose or len(screen) < console.height:  # the prompt has a line
                 break
         else:
             screen = [line for line in screen if any(text.strip() for text, *_ in line)]
@@ -158,31 +162,28 @@ def _certificate(found: Certificate) -> Text:
     return Text.assemble(name, f"largest {found.batch} ", (found.largest, "bold green"), f" {found.proof}")
 
 
+@dataclass(frozen=True, slots=True)
 class _Code:
     """A line of Python or of a shell; where it is too long its comment goes, and then it is continued as both allow."""
 
-    def __init__(self, line: str) -> None:
-        self._line = line
+    line: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        code, width = self._line, options.max_width
-        if self._line.startswith("#"):
-            lines = wrap(code, max(3, width), subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
-            yield Text("\n".join(lines), style="cyan", overflow="fold")
-            return
-        lines = [code]
-        if len(code) > width:
+        code, width, at_the_end, next_line = self.line, options.max_width, _CONTINUED, ""
+        if code.startswith("#"):
+            at_the_end, next_line = "", "# "
+        elif len(code) > width:
             code = code.partition("  #")[0]
-            room = width if len(code) <= width else width - len(_CONTINUED)
-            lines = wrap(code, max(1, room), break_long_words=False, break_on_hyphens=False)
-        yield Text(f"{_CONTINUED}\n".join(lines), style="cyan", overflow="fold")
+        room = width if len(code) <= width else max(1 + len(next_line), width - len(at_the_end))
+        lines = wrap(code, room, subsequent_indent=next_line, break_long_words=False, break_on_hyphens=False)
+        yield Text(f"{at_the_end}\n".join(lines), style="cyan", overflow="fold")
 
 
+@dataclass(frozen=True, slots=True)
 class _Comparison:
     """The recommended configuration beside what is run today; in a narrow terminal, an interval below its median."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         grid = self._grid()
@@ -192,9 +193,9 @@ class _Comparison:
 
     def _grid(self, *, broken: bool = False) -> Grid:
         grid = Grid(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-        for at, column in enumerate(self._table.columns):
+        for at, column in enumerate(self.table.columns):
             grid.add_column(column.name, overflow="fold", style="bold green" if at == 1 else "")
-        for name, *cells in zip(*(column.cells for column in self._table.columns), strict=True):
+        for name, *cells in zip(*(column.cells for column in self.table.columns), strict=True):
             grid.add_row(Text(name), *(Text(cell.replace(" (", "\n(") if broken else cell) for cell in cells))
         return grid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -148,17 +148,17 @@ def _line(cells: Iterable[_Cell]) -> Text:
     return line
 
 
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Plots, each two of which share the width where it is enough for both."""
 
-    def __init__(self, plots: Sequence[Plot]) -> None:
-        self._plots = plots
+    plots: Sequence[Plot]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        beside = len(self._plots) > 1 and width >= max(_SIDE_BY_SIDE, 2 * MIN_WIDTH + _GAP)
+        beside = len(self.plots) > 1 and width >= max(_SIDE_BY_SIDE, 2 * MIN_WIDTH + _GAP)
         each = min(_WIDEST, (width - _GAP) // 2 if beside else width)
-        drawn = [_lines(plot, each) for plot in self._plots]
+        drawn = [_lines(plot, each) for plot in self.plots]
         lefts, rights = (drawn[::2], drawn[1::2]) if beside else (drawn, [])
         for pair in itertools.zip_longest(lefts, rights, fillvalue=list[Text]()):
             for left, right in itertools.zip_longest(*pair):
