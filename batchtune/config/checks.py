@@ -11,10 +11,10 @@ import numbers
 import os
 import re
 from collections.abc import Iterable
-from typing import TypeGuard
+from typing import TypeGuard, get_args
 
 from batchtune.errors import UsageError, kind_of
-from batchtune.vocabulary import AskedLengths, Length, dimensions, length_text, order
+from batchtune.vocabulary import AskedLengths, Length, Precision, Strategy, dimensions, length_text, order
 
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -24,8 +24,8 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
 TOO_FEW_BYTES, TOO_MANY_BYTES = 2**20, 2**60
-PRECISIONS = ("auto", "bf16", "fp16", "fp32", "tf32", "all")
-STRATEGIES = ("ddp", "fsdp")
+PRECISIONS: tuple[str, ...] = ("auto", *get_args(Precision), "all")
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 SOLVED = re.compile(r"\s*([^\s<>=]+)\s*([<>])=?\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
 """A metric, whether it must come below or above, and what."""
 MOST_LENGTHS = 64

@@ -36,17 +36,14 @@ class BatchSize(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         searched = {"min": self.min != 1, "max": self.max != "auto", "multiple_of": self.multiple_of != "auto"}
-        if self.global_ is not None and any(searched.values()):
-            names = ", ".join(name for name, is_set in searched.items() if is_set)
+        names = ", ".join(name for name, is_set in searched.items() if is_set)
+        if self.global_ is not None and names:
             raise ValueError(
                 f"global {self.global_} fixes the batch size, so there is no {names} of it; remove one side"
             )
-        fixed = [name for name, is_set in searched.items() if is_set and name == "multiple_of"]
-        fixed += [] if self.global_ is None else ["global"]
-        if self.unit == "tokens" and fixed:
-            raise ValueError(
-                f"unit tokens: batches have so many tokens in the mean, so there is no {fixed[0]}; remove it"
-            )
+        exact = "multiple_of" if searched["multiple_of"] else "global" if self.global_ is not None else ""
+        if self.unit == "tokens" and exact:
+            raise ValueError(f"unit tokens: batches have so many tokens in the mean, so there is no {exact}; remove it")
         if self.max != "auto":
             if self.min > self.max:
                 raise ValueError(f"min {self.min} is greater than max {self.max}; swap them or raise max")

@@ -75,8 +75,11 @@ RIGHT, ABOVE = 1.04, 1.12
 """Room beyond the last point of an axis that begins at 0."""
 _LONGEST_LABEL = 80
 LONGEST_LINE = 26  # characters: of a GPU's name, for one
-_PATHS = {"x-thin-open": "M-{0}-{0} {0} {0}M-{0} {0} {0}-{0}", "diamond-open": "M0-{0} {0} 0 0 {0}-{0} 0Z"}
-_PATHS |= {"line-ew-open": "M-{0} 0H{0}"}
+_PATHS = {
+    "x-thin-open": "M-{0}-{0} {0} {0}M-{0} {0} {0}-{0}",
+    "diamond-open": "M0-{0} {0} 0 0 {0}-{0} 0Z",
+    "line-ew-open": "M-{0} 0H{0}",
+}
 _DASHES = {"solid": "none", "dash": "7 5", "dot": "2 4"}
 _LARGEST_ICON = 13
 

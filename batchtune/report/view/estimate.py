@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from batchtune.device.gpus import COMMON
 from batchtune.document import Document, Estimate, MemoryDetail
@@ -31,28 +31,25 @@ _MOST_BARS = 24
 
 def headline(estimates: Sequence[Estimate]) -> Headline | None:
     """The largest batch on the GPU asked about, or on how many of several it trains."""
-    rows = sorted((row for row in estimates if row.max_batch_size), key=lambda row: (row.memory_bytes, row.gpu))
+    rows = _by_memory(row for row in estimates if row.max_batch_size)
     if not rows:
         return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
         known = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
         choice = facts(known | {"confidence": row.confidence})
-        reason = "calculated, not measured"
         safe = estimated_safe(row) if row.safe_max_batch_size else "none"
         where = f" at length {length_text(row.lengths[-1].length)}" if row.lengths else ""
         text = f"is the largest safe {_batch(rows)} size{where}, error band included"
-        return Headline(safe, text, choice, reason)
+        return Headline(safe, text, choice, "calculated, not measured")
     count = len({row.gpu for row in rows})
     choice = [
         Fact(f"safe with the {name}", estimated_safe(row), f"{row.gpu}, {size(row.memory_bytes)}")
         for name, row in (("least memory", rows[0]), ("most memory", rows[-1]))
     ]
-    choice.append(Fact("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
-    asked = len({row.gpu for row in estimates})
-    return Headline(
-        str(count), f"of {asked} GPUs could {_verb(rows)} it", choice, "calculated, not measured", repeats=True
-    )
+    choice.append(Fact("precision", ", ".join(_precisions(rows))))
+    text = f"of {len({row.gpu for row in estimates})} GPUs could {_verb(rows)} it"
+    return Headline(str(count), text, choice, "calculated, not measured", repeats=True)
 
 
 def lines(estimates: Sequence[Estimate]) -> list[Fact]:
@@ -61,6 +58,10 @@ def lines(estimates: Sequence[Estimate]) -> list[Fact]:
     if not refused or len(refused) == len(estimates):  # else that is the error
         return []
     return [Fact(_REFUSED, f"{len({row.gpu for row in refused})} of them: {gist(refused[0].notes[0])}")]
+
+
+def _by_memory(rows: Iterable[Estimate]) -> list[Estimate]:
+    return sorted(rows, key=lambda row: (row.memory_bytes, row.gpu))
 
 
 def _batch(rows: Sequence[Estimate]) -> str:
@@ -73,7 +74,7 @@ def _verb(rows: Sequence[Estimate]) -> str:
 
 def section(estimates: Sequence[Estimate]) -> Section:
     """Largest batches by calculation, how sure each is, and what to know about them; nothing here was measured."""
-    rows = sorted(estimates, key=lambda row: (row.memory_bytes, row.gpu))
+    rows = _by_memory(estimates)
     shown, count = _common(rows), len({row.gpu for row in rows})
     which = f"{len({row.gpu for row in shown})} of {count} GPUs" if len(shown) < len(rows) else "each GPU"
     tables = [_table(shown, which, summary=True)]
@@ -87,7 +88,7 @@ def lengths(estimates: Sequence[Estimate]) -> Section:
 
     One table has all where each GPU was asked about at one precision, such as the best that it has.
     """
-    known = sorted((row for row in estimates if row.lengths), key=lambda row: (row.memory_bytes, row.gpu))
+    known = _by_memory(row for row in estimates if row.lengths)
     some = [[row for row in known if row.precision == each] for each in _precisions(known)]
     if len(known) == len({row.gpu for row in known}):
         some = [known]
@@ -228,7 +229,7 @@ def efficiency_plot(result: Document) -> Plot | None:
     if not rates:
         return None
     best = _unbeaten([(speed, lean) for _, speed, lean in rates])
-    precisions = list(dict.fromkeys(row.precision for row, *_ in rates))
+    precisions = _precisions([row for row, *_ in rates])
     series = []
     for group, precision in enumerate(precisions):
         shown = [(row, (speed, lean)) for row, speed, lean in rates if row.precision == precision]

@@ -79,7 +79,6 @@ class Bar:
     text: str
     bounds: str
     ends: tuple[float, float, float] | None
-    recommended: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,27 +47,20 @@ def view_of(result: Document) -> View:
     """What every report shows of a result."""
     probes, chosen, where, found = probes_of(result), chosen_probe(result), result.environment, result.recommendation
     sections, alone = list(_sections(result)), [chosen] if chosen else []
-    about = [
-        _moment(result.created_at),
-        where.device if where else "",
-        f"torch {where.torch}" if where and where.torch else "",
-    ]
+    small = [lengths.lengths_plot(alone), probe.memory_plot(alone), probe.throughput_plot(alone)]
+    about = [where.device, f"torch {where.torch}" if where.torch else ""] if where else []
     return View(
         kind=result.kind,
         title=result.name or result.task.path,
         status=result.status,
         problem=result.error.message if result.error else "",
-        about=[each for each in about if each],
+        about=[each for each in (_moment(result.created_at), *about) if each],
         headline=_headline(result),
         comparison=study.comparison(result, found) if found else None,
         bars=bars(result, found) if found else [],
         overview=sections[0].tables[0] if _is_of_several(result) else None,
         certificates=[probe.certified(each) for each in probes],
-        plots=[
-            each
-            for each in (lengths.lengths_plot(alone), probe.memory_plot(alone), probe.throughput_plot(alone))
-            if each
-        ],
+        plots=[each for each in small if each],
         lines=_lines(result),
         commands=_commands(result),
         sections=sections,
@@ -106,22 +99,20 @@ def _lines(result: Document) -> list[Fact]:
 
 def _commands(result: Document) -> list[Fact]:
     """What to run next, for each of what it is good for."""
-    found, task = result.recommendation, shlex.quote(result.task.path)
+    found, task, rows = result.recommendation, shlex.quote(result.task.path), result.estimates or []
     if found is not None and found.confirm_command:
         return [Fact("to confirm", found.confirm_command)]
     if found is not None:
-        return [
-            Fact("next", f"batchtune report {shlex.quote(result.name)} --format env", "or hf, lightning, deepspeed")
-        ]
-    if result.kind == "estimate" and any(row.max_batch_size for row in result.estimates or []):
-        count = len({row.gpu for row in result.estimates or []})
-        of_inference = " --inference" if any(row.inference for row in result.estimates or []) else ""
-        lengths_asked = [each.length for each in (result.estimates or [])[0].lengths]
-        of_lengths = f" --lengths {','.join(map(length_text, lengths_asked))}" if lengths_asked else ""
+        export = f"batchtune report {shlex.quote(result.name)} --format env"
+        return [Fact("next", export, "or hf, lightning, deepspeed")]
+    if result.kind == "estimate" and any(row.max_batch_size for row in rows):
+        count, asked = len({row.gpu for row in rows}), ",".join(length_text(each.length) for each in rows[0].lengths)
+        options = (" --inference" if any(row.inference for row in rows) else "") + (
+            f" --lengths {asked}" if asked else ""
+        )
         more = Fact("next", f"batchtune estimate {task} --gpu A100-80GB", f"one of them; -v: all {count}")
-        return [more] * (count > estimate.MOST_ROWS) + [
-            Fact("next", f"batchtune probe {task}{of_inference}{of_lengths}", "there: what really runs")
-        ]
+        there = Fact("next", f"batchtune probe {task}{options}", "there: what really runs")
+        return [more, there] if count > estimate.MOST_ROWS else [there]
     if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
         parallel = result.probe.data_parallel
         ranks = f" --ranks {parallel.world_size} --strategy {parallel.strategy}" if parallel else ""

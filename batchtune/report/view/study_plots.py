@@ -54,9 +54,8 @@ def _drawn(values: list[tuple[Recommendation, Interval]], found: Recommendation,
         low, median, high = (duration(end) if key == SECONDS else f"{number(end, 4)}{unit}" for end in ends)
         text, between = (f"≥ {low}", "cut off") if value.at_least else (median, bounds(low, high))
         shares = (value.low / longest, value.median / longest, value.high / longest) if drawable else None
-        ours = each is found
         about = f"{batch_text(each)} @ {number(each.learning_rate)}"
-        made.append(Bar("recommended" if ours else "today", about, text, between, shares, ours))
+        made.append(Bar("recommended" if each is found else "today", about, text, between, shares))
     return made
 
 
