@@ -174,8 +174,10 @@ class _Code:
             at_the_end, next_line = "", "# "
         elif len(code) > width:
             code = code.partition("  #")[0]
-        room = width if len(code) <= width else max(1 + len(next_line), width - len(at_the_end))
-        lines = wrap(code, room, subsequent_indent=next_line, break_long_words=False, break_on_hyphens=False)
+        lines = [code]
+        if len(code) > width:
+            room = max(1 + len(next_line), width - len(at_the_end))
+            lines = wrap(code, room, subsequent_indent=next_line, break_long_words=False, break_on_hyphens=False)
         yield Text(f"{at_the_end}\n".join(lines), style="cyan", overflow="fold")
 
 

@@ -156,7 +156,7 @@ def _round_ratios(low: float, high: float, most: int) -> list[float]:
     return found[:: math.ceil(len(found) / most)]
 
 
-def _round_values(low: float, high: float, most: int, *, least_step: float = 0.0) -> list[float]:
+def _round_values(low: float, high: float, most: int, *, least_step: float) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two values; the values themselves where there are none."""
     spread = high / 2 - low / 2
     if not spread / most > 0:
