@@ -89,7 +89,7 @@ def _grouped(result: Document, trials: Sequence[Trial], *, log_time: bool) -> It
         points: list[Point | None] = []
         hover: list[Sequence[str]] = []
         for trial in group:
-            about = f"batch {trial.batch_size:,}, learning rate {number(trial.learning_rate)}"
+            about = _where(trial.batch_size, trial.learning_rate)
             for point in trial.curve:
                 if point.seconds > 0 or not log_time:
                     points.append(None if point.value is None else (point.seconds, point.value))
@@ -110,20 +110,19 @@ def _spread(values: Sequence[float]) -> float:
 class _Configuration:
     """All runs of one configuration, seen as one point of the search space."""
 
-    batch_size: int
-    learning_rate: float
-    precision: str
-    runs: int
-    score: float | None
-    broken: bool
+    runs: Sequence[Trial]  # at least one; those that were interrupted only where there are no others
+    score: float | None  # their median
 
     @property
     def point(self) -> Point:
-        return self.batch_size, self.learning_rate
+        return self.runs[0].batch_size, self.runs[0].learning_rate
+
+    @property
+    def broken(self) -> bool:
+        return all(map(is_broken, self.runs))
 
     def about(self, outcome: str) -> tuple[str, ...]:
-        where = f"batch {self.batch_size:,}, learning rate {number(self.learning_rate)}, {self.precision}"
-        return where, outcome, f"runs: {self.runs}"
+        return f"{_where(*self.point)}, {self.runs[0].precision}", outcome, f"runs: {len(self.runs)}"
 
 
 def landscape(result: Document) -> Plot | None:
@@ -160,12 +159,14 @@ def _configurations(trials: Sequence[Trial], key: str) -> list[_Configuration]:
     for trial in trials:
         alike.setdefault((trial.batch_size, trial.learning_rate, trial.precision), []).append(trial)
     found = []
-    for (batch, rate, precision), all_runs in alike.items():
-        runs = that_count(all_runs)
+    for runs in map(that_count, alike.values()):
         known = [value for run in runs if (value := score(run, key)) is not None]
-        median = statistics.median(known) if known else None
-        found.append(_Configuration(batch, rate, precision, len(runs), median, all(map(is_broken, runs))))
+        found.append(_Configuration(runs, statistics.median(known) if known else None))
     return found
+
+
+def _where(batch: float, rate: float) -> str:
+    return f"batch {batch:,}, learning rate {number(rate)}"
 
 
 def _outcome(mark: Mark, words: str, found: Sequence[_Configuration]) -> Series:
@@ -207,7 +208,7 @@ def _start_of_search(prior: Prior, result: Document) -> Iterator[Series]:
         ("edge", "edge of stability, range test", edges, None),
     ]
     for mark, name, points, spread in marks:
-        hover = [(name, f"batch {batch:,}, learning rate {number(rate)}") for batch, rate in points]
+        hover = [(name, _where(*point)) for point in points]
         yield Series(mark, name, points, hover, spread=spread)
 
 
@@ -223,8 +224,7 @@ def _predicted(predicted: Landscape) -> Field | None:
     def about(batch: int, rate: float, row: int, column: int) -> tuple[str, ...]:
         low, high = predicted.low_seconds[row][column], predicted.high_seconds[row][column]
         seconds = time_interval(Interval(median=median[row][column], low=low, high=high))
-        where = f"batch {batch:,}, learning rate {number(rate)}"
-        return where, f"predicted {seconds}, {predicted.band:.0%} band", "not measured"
+        return _where(batch, rate), f"predicted {seconds}, {predicted.band:.0%} band", "not measured"
 
     return Field(
         f"predicted time, {unit} (response surface, {predicted.runs} runs)",
