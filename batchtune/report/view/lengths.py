@@ -10,7 +10,7 @@ from batchtune.document import Document, Estimate, Length, LengthPoint, ProbeRes
 from batchtune.errors import UsageError
 from batchtune.report.view.figure import Axis, Mark, Plot, Series, with_points
 from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares
-from batchtune.report.view.settings import Ran, Values
+from batchtune.report.view.settings import Fields, Ran
 from batchtune.report.view.words import estimated
 from batchtune.units import LEAST_PEAK
 from batchtune.vocabulary import covers, length_text, order
@@ -33,7 +33,7 @@ def _largest_batches(result: Document) -> dict[Length, int]:
     return {point.length: point.max_batch_size for point in points}
 
 
-def lhotse(ran: Ran) -> Values:
+def lhotse(ran: Ran) -> Fields:
     """Fields of the data loaders that NeMo makes with lhotse's bucketing, by one number of a sample or two.
 
     Raises:
@@ -57,7 +57,7 @@ def lhotse_notes(_: Ran) -> list[str]:
     ]
 
 
-def fairseq(ran: Ran) -> Values:
+def fairseq(ran: Ran) -> Fields:
     """Batches by their number of tokens, the longest sample times how many, as fairseq and those after it count.
 
     Raises:

@@ -30,7 +30,7 @@ class Column:
 
     name: str  # its heading, without a unit
     cells: Sequence[str]  # a text for each row, figures with their unit; '-' where nothing was measured
-    values: Sequence[float | None] = ()  # of a column of figures, what to sort its rows by
+    values: Values = ()  # of a column of figures, what to sort its rows by
     unit: str = ""  # one that suits all figures of the column
     lined_up: Sequence[str] = ()  # the figures in that unit, their decimal points under one another
     spare: int = 0  # 0 is always shown; of the others, the highest goes first where room is short

@@ -13,7 +13,7 @@ from batchtune.document import Document, LengthBatch, OptimizerSettings, Recomme
 from batchtune.errors import UsageError
 from batchtune.vocabulary import are_several
 
-Values = dict[str, object]
+Fields = dict[str, object]
 _PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 """What is said of settings of which `is_checked` is false."""
@@ -76,9 +76,9 @@ class Ran:
         return same and self.result.task.optimizer_settings is not None
 
     @property
-    def made_with(self) -> Values:
+    def made_with(self) -> Fields:
         """All that is known of how the recommended optimizer is made, its learning rate left out."""
-        return (self.known.values if self.is_known else {}) | Values(self.found.optimizer_arguments)
+        return (self.known.values if self.is_known else {}) | Fields(self.found.optimizer_arguments)
 
     @property
     def maker(self) -> str:
@@ -102,9 +102,9 @@ class Export:
     """How one library takes the settings."""
 
     title: str  # the library's name, for a reader
-    values: Callable[[Ran], Values]  # by its fields (a dot goes one level down); None where there is nothing to say
+    values: Callable[[Ran], Fields]  # by its fields (a dot goes one level down); None where there is nothing to say
     words: Mapping[str, str]  # the result document's names of what some of these fields are, for `--set`
-    write: Callable[[Values], str]  # the fields as the text that the library loads
+    write: Callable[[Fields], str]  # the fields as the text that the library loads
     notes: Callable[[Ran], list[str]] = lambda _: []  # what a reader must know and no field can say, in sentences
     takes_comments: bool = False  # whether the text has the notes, too, each behind a '#'
 
@@ -162,7 +162,7 @@ def several_notes(ran: Ran, field: str, remedy: str) -> list[str]:
     return [f"{field} names one, and is left out: {ran.several} are made by your {ran.maker} with {made}; {remedy}"]
 
 
-def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
+def _renamed(values: Fields, words: Mapping[str, str], renames: Sequence[str]) -> Fields:
     names = {name: name for name in values}
     for rename in renames:
         field, _, name = (part.strip() for part in rename.partition("="))
@@ -180,12 +180,12 @@ def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -
     return {names[field]: value for field, value in values.items()}
 
 
-def _nested(values: Values) -> Values:
+def _nested(values: Fields) -> Fields:
     """Dotted names as sections."""
-    document: Values = {}
+    document: Fields = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")
-        section: Values = document
+        section: Fields = document
         for each in sections:
             below = section.setdefault(each, {})
             assert isinstance(below, dict)  # noqa: S101 - _renamed refuses a name that is another's section
@@ -194,17 +194,17 @@ def _nested(values: Values) -> Values:
     return document
 
 
-def as_json(values: Values) -> str:
+def as_json(values: Fields) -> str:
     """Dotted names as objects of JSON."""
     return json.dumps(_nested(values), indent=2)
 
 
-def as_yaml(values: Values) -> str:
+def as_yaml(values: Fields) -> str:
     """Dotted names as sections of YAML."""
     return yaml.safe_dump(_nested(values), sort_keys=False).rstrip()
 
 
-def as_variables(values: Values) -> str:
+def as_variables(values: Fields) -> str:
     """Names as variables of a shell.
 
     Raises:

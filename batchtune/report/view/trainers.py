@@ -8,8 +8,8 @@ from batchtune.errors import UsageError
 from batchtune.report.view.lengths import fairseq, has_lengths, lhotse, lhotse_notes
 from batchtune.report.view.settings import (
     Export,
+    Fields,
     Ran,
-    Values,
     as_json,
     as_variables,
     as_yaml,
@@ -52,7 +52,7 @@ def _rank_notes(ran: Ran, command: str = "torchrun --nproc-per-node") -> list[st
     return [launched(ran.found, command)] if ran.found.world_size > 1 else []
 
 
-def _hf_optimizer(ran: Ran) -> Values:
+def _hf_optimizer(ran: Ran) -> Fields:
     """The optimizer and, where the task has none, the constant schedule: the Trainer's own would be linear.
 
     Raises:
@@ -62,7 +62,7 @@ def _hf_optimizer(ran: Ran) -> Values:
         return {}
     optimizer, known, made = ran.optimizer, ran.result.task.optimizer_settings, ran.made_with
     if "optim" in ran.known.arguments:  # a Trainer makes it by these very fields
-        return Values(ran.known.arguments)
+        return Fields(ran.known.arguments)
     if ran.several:
         why = "and a Trainer has one optimizer; take --format env, and a loop of your own"
         raise UsageError(f"the learning rate is one for {optimizer} together, {why}")
@@ -101,7 +101,7 @@ def _hf_optimizer_notes(ran: Ran) -> list[str]:
     return notes
 
 
-def _hf(ran: Ran) -> Values:
+def _hf(ran: Ran) -> Fields:
     """Fields of `transformers.TrainingArguments`."""
     _refuse_fp16_on_cpu("the Trainer", ran)
     found = ran.found
@@ -130,7 +130,7 @@ def _hf_notes(ran: Ran) -> list[str]:
     return notes + _schedule_notes(ran, "max_steps") + _rank_notes(ran)
 
 
-def _lightning(ran: Ran) -> Values:
+def _lightning(ran: Ran) -> Fields:
     """Arguments as LightningCLI's configuration nests them; `data` and `model` are classes of the user's."""
     _refuse_fp16_on_cpu("Lightning", ran)
     found = ran.found
@@ -177,7 +177,7 @@ def _tf32_notes(ran: Ran) -> list[str]:
     return [f"no field says tf32: call {call} before training"] if ran.found.precision == "tf32" else []
 
 
-def _deepspeed(ran: Ran) -> Values:
+def _deepspeed(ran: Ran) -> Fields:
     """DeepSpeed's configuration, which checks that train_batch_size is micro-batch × accumulation × ranks.
 
     Half precision is autocast over fp32 weights, as it was measured; its bf16 and fp16 sections would turn the weights
@@ -187,7 +187,7 @@ def _deepspeed(ran: Ran) -> Values:
     half = {"bf16": "bfloat16", "fp16": "float16"}.get(found.precision)
     if ran.optimizer == "Adam":  # its own default is decoupled, by a name of its own
         made["adam_w_mode"] = bool(made.pop("decoupled_weight_decay", False))
-    optimizer: Values = {}
+    optimizer: Fields = {}
     if found.learning_rate is not None and not ran.several:
         optimizer = {"optimizer.type": ran.optimizer, "optimizer.params.lr": found.learning_rate}
         optimizer |= {f"optimizer.params.{name}": value for name, value in made.items()}
@@ -220,7 +220,7 @@ def _deepspeed_notes(ran: Ran) -> list[str]:
     return notes + _rank_notes(ran, "deepspeed --num_gpus")
 
 
-def _env(ran: Ran) -> Values:
+def _env(ran: Ran) -> Fields:
     found, again = ran.found, ran.found.activation_checkpointing
     return {
         "BATCH_SIZE": found.micro_batch_size,
