@@ -26,7 +26,7 @@ from batchtune.task.lightning.data import (
     require_schedule,
     validation_epoch,
 )
-from batchtune.task.lightning.own_trainer import own_trainer
+from batchtune.task.lightning.own_trainer import take_over_trainer
 from batchtune.task.lightning.trainer import (
     LightningModule,
     ManualSteps,
@@ -70,11 +70,7 @@ class LightningTask(FromLoader):
         module.trainer, module.log = view, view.logged.log
         first = self._data.train is None
         if first:
-            own = own_trainer(given, self._namespace)
-            self.accumulation_steps, self.gradient_clipping = own.accumulation_steps, own.clipping
-            self.notes = own.notes
-            if own.refused:
-                raise self.refused(own.refused)
+            take_over_trainer(self, given, self._namespace)
             self._data.prepare(view, module, given)
         vars(view).update(clip_arguments(self.gradient_clipping))
         if module.automatic_optimization:

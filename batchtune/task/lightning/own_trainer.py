@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 from batchtune.document import GradientClipping
+from batchtune.task.adapting import Adapted
 
 _STEPS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _RANKS = ("strategy", "devices")
@@ -19,62 +20,47 @@ _SAME |= {f"ddp_{how}": "ddp" for how in ("spawn", "fork", "notebook")}
 _SAME |= {f"{name}_find_unused_parameters_false": "ddp" for name in ("ddp", *_SAME) if name.startswith("ddp")}
 
 
-@dataclass(frozen=True)
-class OwnTrainer:
-    """The user's own Trainer as far as it can be seen.
+def take_over_trainer(task: Adapted, given: Sequence[object], namespace: ModuleType) -> None:
+    """Gives a task the accumulation steps and the clipping of the user's own Trainer, and notes on what is not applied.
 
-    Attributes:
-        accumulation_steps: micro-batches of an optimizer step.
-        clipping: of gradients, if any.
-        notes: sentences on what of it is not applied, and what to do instead.
-        refused: what of it has no equal here, and what to do instead; empty: nothing.
+    It is looked for beside the module (`given`), among the file's objects, then in the text of the file.
+
+    Raises:
+        UsageError: its strategy has no equal here.
     """
-
-    accumulation_steps: int = 1
-    clipping: GradientClipping | None = None
-    notes: tuple[str, ...] = ()
-    refused: str = ""
-
-
-def own_trainer(given: Sequence[object], namespace: ModuleType) -> OwnTrainer:
-    """Looks for the Trainer: beside the module (`given`), among the file's objects, then in the text of the file."""
-    for each in (*given, *vars(namespace).values()):
-        if _is_trainer(each):
-            how = {
-                "strategy": type(getattr(each, "strategy", None)).__name__,
-                "devices": getattr(each, "num_devices", 1),
-            }
-            return _of({name: getattr(each, name, None) for name in _STEPS}, how)
+    own = next((each for each in (*given, *vars(namespace).values()) if _is_trainer(each)), None)
+    if own is not None:
+        strategy = type(getattr(own, "strategy", None)).__name__
+        shared = {"strategy": strategy, "devices": getattr(own, "num_devices", 1)}
+        _take_over(task, {name: getattr(own, name, None) for name in _STEPS}, shared)
+        return
     try:
         nodes = list(ast.walk(ast.parse(inspect.getsource(namespace))))
     except (OSError, TypeError, SyntaxError):  # code without a file
-        return OwnTrainer()
+        return
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) == "Trainer"]
-    steps, shared = _read(calls, _STEPS), _read(calls, _RANKS)
+    (steps, unread_steps), (shared, unread_ranks) = _read(calls, _STEPS), _read(calls, _RANKS)
     notes = []
-    if isinstance(steps, str):
+    if unread_steps:
         notes.append(
-            f"{steps} in the file is not applied, since it is not known before it runs: return the Trainer beside the "
-            "module, or set gradient_clipping and --accumulation"
+            f"{unread_steps} in the file is not applied, since it is not known before it runs: return the Trainer "
+            "beside the module, or set gradient_clipping and --accumulation"
         )
-    if isinstance(shared, str):
-        notes.append(f"{shared} in the file is not applied: tune with --ranks N and --strategy ddp or fsdp")
-    known = {} if isinstance(steps, str) else steps, {} if isinstance(shared, str) else shared
-    return _of(*known, notes)
+    if unread_ranks:
+        notes.append(f"{unread_ranks} in the file is not applied: tune with --ranks N and --strategy ddp or fsdp")
+    _take_over(task, steps, shared, notes)
 
 
-def _read(calls: Sequence[ast.Call], names: Sequence[str]) -> dict[str, object] | str:
+def _read(calls: Sequence[ast.Call], names: Sequence[str]) -> tuple[dict[str, object], str]:
     """The arguments of these names where all calls have the same; else, as they are written, what they have."""
-    arguments = [{word.arg: word.value for word in call.keywords if word.arg in names} for call in calls]
+    arguments = [{str(word.arg): word.value for word in call.keywords if word.arg in names} for call in calls]
     found = [each for each in arguments if each]
-    try:
-        read = [{str(name): _literal(value) for name, value in each.items()} for each in found]
-    except ValueError:
-        read = []
-    if found and (not read or any(each != read[0] for each in read)):
-        words = (f"{name}={ast.unparse(value)}" for each in found for name, value in each.items())
-        return f"Trainer({', '.join(dict.fromkeys(words))})"
-    return read[0] if read else {}
+    with contextlib.suppress(ValueError):
+        read = [{name: _literal(value) for name, value in each.items()} for each in found]
+        if all(each == read[0] for each in read):
+            return (read[0] if read else {}), ""
+    words = (f"{name}={ast.unparse(value)}" for each in found for name, value in each.items())
+    return {}, f"Trainer({', '.join(dict.fromkeys(words))})"
 
 
 def _literal(value: ast.expr) -> object:
@@ -82,21 +68,25 @@ def _literal(value: ast.expr) -> object:
     return _called(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
 
 
-def _of(steps: Mapping[str, object], shared: Mapping[str, object], notes: Sequence[str] = ()) -> OwnTrainer:
+def _take_over(
+    task: Adapted, steps: Mapping[str, object], shared: Mapping[str, object], notes: Sequence[str] = ()
+) -> None:
     value, kind = steps.get("gradient_clip_val"), steps.get("gradient_clip_algorithm")
     name = str(getattr(kind, "value", kind) or "norm")
-    clipping = GradientClipping.model_validate({name: float(str(value))}) if value else None
+    task.gradient_clipping = GradientClipping.model_validate({name: float(str(value))}) if value else None
+    task.accumulation_steps = int(str(steps.get("accumulate_grad_batches") or 1))
     count, strategy = _count(shared.get("devices")), str(shared.get("strategy", "auto"))
-    ours, refused = _SAME.get(strategy, "ddp"), ""
     if strategy not in _ALONE and strategy not in _SAME:
-        refused = f"its Trainer's strategy {strategy} is not taken over: leave it out, and tune with --ranks N"
-        refused += " and --strategy ddp, or fsdp (as ZeRO-3), which take its place"
+        raise task.refused(
+            f"its Trainer's strategy {strategy} is not taken over: leave it out, and tune with --ranks N and "
+            "--strategy ddp, or fsdp (as ZeRO-3), which take its place"
+        )
     is_shared = strategy in _SAME or count not in {"1", "N"}
-    if is_shared and not refused and "WORLD_SIZE" not in os.environ:  # where it is set, ranks train as one
+    if is_shared and "WORLD_SIZE" not in os.environ:  # where it is set, ranks train as one
         told = ", ".join(f"{name}={each!r}" for name, each in shared.items())
         told = f"Trainer({told}) does not make a run of several devices: for that, tune with --ranks {count}"
-        notes = [*notes, f"{told} --strategy {ours}"]
-    return OwnTrainer(int(str(steps.get("accumulate_grad_batches") or 1)), clipping, tuple(notes), refused)
+        notes = [*notes, f"{told} --strategy {_SAME.get(strategy, 'ddp')}"]
+    task.notes = tuple(notes)
 
 
 def _count(devices: object) -> str:

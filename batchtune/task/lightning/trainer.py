@@ -129,8 +129,7 @@ class TrainerView:
 
     def saw(self, batch: object, output: object, samples: int) -> None:
         """A micro-batch has been through the training step."""
-        detached = tree_map_only(Tensor, Tensor.detach, output)
-        self._last = (batch, detached)
+        self._last = (batch, tree_map_only(Tensor, Tensor.detach, output))
         self._samples = {name: count + samples for name, count in self._samples.items()}
 
     def step_ended(self, module: LightningModule) -> None:

@@ -179,7 +179,8 @@ class GeneratedBatches:
     def _labels(self) -> Mapping[str, Input]:
         """What is to come out, by the kind of model; a decoder without labels is fed what it would decode."""
         kind = next((kind for task, kind in _KINDS.items() if _is_listed(self._model, [f"MODEL_FOR_{task}"])), None)
-        decoder = getattr(self._text, "max_target_positions", None) or self._inputs[self._main].shape[0]
+        main = next(iter(self._inputs.values())).shape
+        decoder = getattr(self._text, "max_target_positions", None) or main[0]
         if kind == "span":
             last = Input(shape=(), high=self._inputs["input_ids"].shape[0])
             return {"start_positions": last, "end_positions": last}
@@ -190,12 +191,8 @@ class GeneratedBatches:
         if kind == "spoken":
             return {"labels": self._tokens(max(1, self._frames() // _SPOKEN), low=1)}
         if kind in {"class", "token classes", "pixel classes"}:
-            return {"labels": self._classes(kind)}
+            return {"labels": self._classes(kind, main)}
         return {"decoder_input_ids": self._tokens(decoder)} if "decoder_input_ids" in self._taken else {}
-
-    @property
-    def _main(self) -> str:
-        return next(iter(self._inputs))
 
     def _frames(self) -> int:
         """Frames of sound that the convolutions at the model's entrance leave."""
@@ -204,12 +201,11 @@ class GeneratedBatches:
             length = (length - kernel) // stride + 1
         return length
 
-    def _classes(self, kind: str) -> Input:
+    def _classes(self, kind: str, main: tuple[int, ...]) -> Input:
         count = self._config.num_labels
         if kind == "class" and getattr(self._config, "problem_type", None) == "multi_label_classification":
             return Input(shape=(count,), high=2, is_float=True)
-        shapes = {"class": (), "token classes": self._inputs[self._main].shape[:1]}
-        shape = shapes.get(kind, self._inputs[self._main].shape[-2:])
+        shape = {"class": (), "token classes": main[:1], "pixel classes": main[-2:]}[kind]
         return Input(shape=shape, high=None if count == 1 else count)
 
 
