@@ -7,12 +7,13 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
 
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
@@ -31,24 +32,12 @@ _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
 
 
-class Optimizers(Sequence[Optimizer]):
+class Optimizers(list[Optimizer]):
     """The optimizers of a run, in the user's order; `given` is what their build_optimizer returned."""
 
     def __init__(self, given: object) -> None:
-        self.given = _unwrapped(given)
-        self._each: list[Optimizer] = list(several(self.given))
-
-    @overload
-    def __getitem__(self, index: int) -> Optimizer: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Optimizer]: ...
-
-    def __getitem__(self, index: int | slice) -> Optimizer | list[Optimizer]:
-        return self._each[index]
-
-    def __len__(self) -> int:
-        return len(self._each)
+        self.given = tree_map(_unwrapped, given)
+        super().__init__(several(self.given))
 
     @property
     def name(self) -> str:
@@ -80,8 +69,7 @@ class Optimizers(Sequence[Optimizer]):
         names = [name for name in dict.fromkeys(name for group in groups for name in group) if name not in _OF_TORCH]
         first = groups[0]
         differing = [name for name in [*names, "lr"] if any(each.get(name) != first.get(name) for each in groups)]
-        alike = [name for name in names if name not in differing]
-        known = {name: value for name in alike if (value := first[name]) is not None}
+        known = {name: value for name in names if name not in differing and (value := first[name]) is not None}
         if known.get("maximize") is False:  # other libraries' optimizers do not know the word
             del known["maximize"]
         return OptimizerSettings(values=known, differing=differing)
@@ -97,13 +85,7 @@ class Optimizers(Sequence[Optimizer]):
 
 
 def _unwrapped(given: object) -> object:
-    """The same without what Accelerate's `prepare` has wrapped optimizers in: batchtune steps them itself."""
-    if isinstance(given, dict):
-        return type(given)((name, _unwrapped(each)) for name, each in given.items())
-    if isinstance(given, list):
-        return [_unwrapped(each) for each in given]
-    if type(given) is tuple:
-        return tuple(_unwrapped(each) for each in given)
+    """Without what Accelerate's `prepare` has wrapped an optimizer in: batchtune steps it itself."""
     return getattr(given, "optimizer", given) if type(given).__module__.startswith("accelerate.") else given
 
 
@@ -217,8 +199,7 @@ class TaskOptimizers(TaskLengths):
                 one waits for a metric to fall whose `goal` is to rise, or the other way about.
         """
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
-        classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
-        names = together(classes)
+        names = together(name for each in schedulers for name in getattr(each, "names", [type(each).__name__]))
         if self.adapted is not None or not schedulers:
             return names or None, []
         for each in schedulers:
