@@ -221,8 +221,9 @@ def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
     if offers(build, CHECKPOINTING):
         return build(**{CHECKPOINTING: again})
     model = build()
-    switch = _switch(model, on=again)
-    if switch is None:
+    own = [f"{kind}_checkpointing_{'enable' if again else 'disable'}" for kind in ("activation", "gradient")]
+    switch = next((getattr(model, name) for name in own if hasattr(model, name)), None)
+    if switch is None or not getattr(model, "supports_gradient_checkpointing", False):  # as Hugging Face's models have
         raise UsageError(
             f"{CHECKPOINTING} {str(again).lower()}: {where}: build_model does not offer it; give it a parameter "
             f"{CHECKPOINTING}=False, by which blocks go through torch.utils.checkpoint.checkpoint, or leave "
@@ -230,14 +231,6 @@ def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
         )
     switch()
     return model
-
-
-def _switch(model: object, *, on: bool) -> Callable[[], object] | None:
-    """What switches a Hugging Face model's own activation checkpointing on or off; None: it has none."""
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        return None
-    names = [f"{kind}_checkpointing_{'enable' if on else 'disable'}" for kind in ("activation", "gradient")]
-    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 def _only(found: object, kind: type) -> str:

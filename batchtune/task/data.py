@@ -133,8 +133,7 @@ class TaskData:
             return self.source.make_batch(batch_size)
         if self.has("train_loader"):
             return self._largest_batch(batch_size)
-        if not self._worst_samples:
-            self.find_worst_samples()
+        self.find_worst_samples()
         return self._repeated(batch_size, self._worst_samples)
 
     def drawn_batches(self, batch_size: int, number: int) -> Iterator[object]:

@@ -112,10 +112,8 @@ def takes(function: Callable[..., object], count: int) -> bool:
     """Whether a function can be called with so many arguments; compiled code that does not tell is believed to."""
     try:
         inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)
     return True
 
 

@@ -29,6 +29,11 @@ from batchtune.task.state import seed_everything
 
 _BATCH_SIZES = ("BATCH_SIZE", "batch_size", "TRAIN_BATCH_SIZE", "train_batch_size")
 _RATES = ("LEARNING_RATE", "learning_rate", "LR", "lr")
+_ADAPTED = {
+    "lightning": ("LightningModule",),
+    "pytorch_lightning": ("LightningModule",),
+    "transformers": ("Trainer", "PreTrainedModel"),
+}
 
 
 def load_task(spec: str) -> Task:
@@ -42,19 +47,13 @@ def load_task(spec: str) -> Task:
     seed_everything(0)  # what is drawn at random at import is the same in every process
     try:
         module = _import_file(place) if isinstance(place, Path) else _import_module(place)
-    except UsageError:
+    except (KeyboardInterrupt, UsageError):
         raise
     except SyntaxError as error:
-        known = (
-            short_path(error.filename or str(place)),
-            error.lineno,
-            f" {error.msg}",
-            f" {(error.text or '').strip()}",
-        )
+        where, text = short_path(error.filename or str(place)), (error.text or "").strip()
+        known = (where, error.lineno, f" {error.msg}", f" {text}")
         raise UserCodeError(":".join(str(part) for part in known if str(part or "").strip())) from None
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise describe_user_error(error, f"importing {spec}", _hint(error, place)) from error
     return Task(_source(_attribute(module, attribute, spec), module, attribute, spec), spec)
 
@@ -131,9 +130,9 @@ def _source(found: object, module: ModuleType, attribute: str, spec: str) -> obj
             require_no_arguments(found, spec, f"a {found.__name__}")
         try:
             found = found()  # a class or a factory of tasks
+        except (KeyboardInterrupt, UsageError):
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | UsageError):
-                raise
             raise describe_user_error(error, f"calling {attribute}()", _hint(error, attribute)) from error
     if found is module and not hasattr(module, "build_model"):
         _suggest(module, spec)
@@ -168,16 +167,8 @@ def _suggest(module: ModuleType, spec: str) -> None:
 
 def _library_type(kind: type) -> str | None:
     """The library's class that a class descends from, where an adapter knows it."""
-    known = {
-        ("lightning", "LightningModule"),
-        ("pytorch_lightning", "LightningModule"),
-        ("transformers", "Trainer"),
-        ("transformers", "PreTrainedModel"),
-    }
-    for base in inspect.getmro(kind):
-        if (base.__module__.partition(".")[0], base.__name__) in known:
-            return base.__name__
-    return None
+    bases = ((base.__module__.partition(".")[0], base.__name__) for base in inspect.getmro(kind))
+    return next((name for library, name in bases if name in _ADAPTED.get(library, ())), None)
 
 
 def current_settings(task: Task) -> CurrentSettings:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
 from batchtune.errors import EpochTooShortError, UserCodeError
-from batchtune.task.samples import lengths_of, tensor_bytes
+from batchtune.task.samples import lengths_in, tensor_bytes
 
 _AS_ASKED = "its batches must be as large as asked for"
 
@@ -57,7 +57,7 @@ class OwnLoader:
         """
         if self.count is not None:
             return self.count(found) == batch_size
-        lengths, half = lengths_of(found), self._lengths(batch_size // 2 or 2)
+        lengths, half = set(lengths_in(found)), self._lengths(batch_size // 2 or 2)
         new = lengths - half
         if any(size == batch_size for _, size in new) or not new:
             return bool(new) or not lengths
@@ -95,5 +95,5 @@ class OwnLoader:
     def _lengths(self, batch_size: int) -> set[tuple[str, int]]:
         """Of the first batch of another size; none where there is none or the loader refuses it."""
         with contextlib.suppress(Exception):
-            return lengths_of(next(iter(self.batches(batch_size)), None))
+            return set(lengths_in(next(iter(self.batches(batch_size)), None)))
         return set()

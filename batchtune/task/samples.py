@@ -129,30 +129,26 @@ def kept_warnings(seen: SamplesSeen | None) -> list[str]:
 def sizes_of(sample: object) -> dict[str, int]:
     """The sizes of a sample: in bytes under no name, and of each dimension of what is in it."""
     found = {_BYTES: tensor_bytes(sample)}
-    for name, size in _dimensions(sample, ""):
+    for name, size in lengths_in(sample):
         found[name] = max(size, found.get(name, 0))
     return found
 
 
-def lengths_of(batch: object) -> set[tuple[str, int]]:
-    """The length of each dimension of what is in a batch, by its name."""
-    return set(_dimensions(batch, ""))
-
-
-def _dimensions(value: object, name: str) -> Iterator[tuple[str, int]]:
+def lengths_in(value: object, name: str = "") -> Iterator[tuple[str, int]]:
+    """The length of each dimension of what is in a sample or batch, with its name."""
     parts = _parts(value)
     shape = getattr(value, "shape", None)
     if parts is not None:
         for key, part in parts.items():
-            yield from _dimensions(part, f"{name}.{key}" if name else str(key))
+            yield from lengths_in(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, tuple):
         for index, part in enumerate(value):
-            yield from _dimensions(part, f"{name}[{index}]")
+            yield from lengths_in(part, f"{name}[{index}]")
     elif isinstance(value, list | str | bytes):
         yield name or "length", len(value)
         if isinstance(value, list) and not isinstance(value[0] if value else 0, int | float):
             for part in value:
-                yield from _dimensions(part, f"{name}[]")
+                yield from lengths_in(part, f"{name}[]")
     elif shape is not None:
         yield from ((f"{name}.shape[{index}]".lstrip("."), int(size)) for index, size in enumerate(shape))
 

@@ -63,13 +63,11 @@ def random_numbers() -> Callable[[], None]:
 def kept_random_numbers(device: torch.device | str) -> Iterator[None]:
     """Leaves the random numbers of torch, Python and NumPy as if the block had drawn none."""
     device = torch.device(device)
-    devices = [] if device.type == "cpu" else [device]
-    restore = random_numbers()
-    try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type):
-            yield
-    finally:
-        restore()
+    with contextlib.ExitStack() as kept:
+        kept.callback(random_numbers())
+        if device.type != "cpu":
+            kept.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+        yield
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)

@@ -154,18 +154,17 @@ def loader_parts(loader: object, where: str) -> LoaderParts:
 def resized(loader: DataLoader[object], batch_size: int) -> DataLoader[object]:
     """A data loader like this one, with another batch size; UsageError where that cannot be changed."""
     parts = loader_parts(loader, "the data loader")
-    iterable = isinstance(loader.dataset, IterableDataset)
     kept = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if loader.num_workers:
         kept += ["multiprocessing_context", "persistent_workers", "prefetch_factor"]
     settings = {name: getattr(loader, name) for name in kept}
-    if not iterable:
+    if not isinstance(loader.dataset, IterableDataset):
         settings["sampler"] = parts.sampler_for(batch_size) or loader.sampler
     return DataLoader(
         loader.dataset,
         batch_size=batch_size,
         collate_fn=parts.collate,
-        drop_last=bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        drop_last=parts.drop_last,
         **settings,
     )
 
@@ -178,7 +177,6 @@ def set_learning_rate(
     A schedule's learning rate is the one it is built around: what a warm-up leads to, the maximum of a cycle.
     UsageError where the optimizer has none that could be set.
     """
-    groups = [group for each in optimizers for group in each.param_groups]
     try:
         highest = highest_rate(optimizers)
     except (KeyError, TypeError, ValueError):
@@ -188,7 +186,7 @@ def set_learning_rate(
             f"{where}: {type(optimizers[0]).__name__} has no learning rate that could be set (is it 0 or None?)"
         )
     factor = learning_rate / highest
-    for group in groups:
+    for group in (group for each in optimizers for group in each.param_groups):
         group |= {key: group[key] * factor for key in _RATES_OF_GROUPS if key in group}
     for scheduler in _with_nested(schedulers):
         for key in _RATES_OF_SCHEDULERS:
