@@ -12,19 +12,16 @@ from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.events import Assumption, Gpu
 
 _CONVOLUTION = "aten.convolution"
-_INSIDE_LIBRARIES = {
-    "cuFFT": ("aten._fft_",),
-    "cuSOLVER": (
-        "aten._linalg_",
-        *(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "ldl", "lstsq", "lu", "qr", "solve")),
-    ),
-    "cuSPARSE": ("aten._sparse", "aten.sparse", "aten._coalesce"),
-}
-# Kernels of torch's own that take much which no formula here tells, as tests/benchmarks/estimate_allocator.py found.
-_INSIDE_KERNELS = {
-    "medium": ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique"),
-    "low": ("aten._cdist_", "aten.cdist."),
-}
+_SOLVERS = tuple(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "ldl", "lstsq", "lu", "qr", "solve"))
+# The confidence that is left, and the library, or none: kernels of torch's own that take much which no formula here
+# tells, as tests/benchmarks/estimate_allocator.py found.
+_NOT_SEEN = (
+    ("low", "cuFFT", ("aten._fft_",)),
+    ("low", "cuSOLVER", ("aten._linalg_", *_SOLVERS)),
+    ("low", "cuSPARSE", ("aten._sparse", "aten.sparse", "aten._coalesce")),
+    ("medium", "", ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique")),
+    ("low", "", ("aten._cdist_", "aten.cdist.")),
+)
 _TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
 
 
@@ -127,9 +124,8 @@ def custom_operators(ops: Iterable[str]) -> list[str]:
 
 def unseen_share(ops: Iterable[str], measured: Offsets) -> float:
     """What cuDNN takes on top of a traced peak, as a share of it; 0 where nothing was measured."""
-    kind = kind_of(ops)
-    found = {"convolution": measured.convolution_share, "recurrent": measured.recurrent_share}.get(kind)
-    return found or 0.0
+    shares = {"convolution": measured.convolution_share, "recurrent": measured.recurrent_share}
+    return shares.get(kind_of(ops)) or 0.0
 
 
 def capacity_bytes(
@@ -152,9 +148,7 @@ def capacity_bytes(
     """
     context = overhead_of(generation).context_bytes if measured.context_bytes is None else measured.context_bytes
     total = int(memory_bytes * APPLE_SHARE) if vendor == "Apple" else memory_bytes
-    reservable = total - context
-    if limit is not None:
-        reservable = min(reservable, limit)
+    reservable = total - context if limit is None else min(total - context, limit)
     return max(0, int(reservable / (1 + unseen_share(ops, measured))))
 
 
@@ -176,22 +170,6 @@ class Confidence:
 
     def __str__(self) -> str:
         return f"{self.name} (±{self.band:.0%} of memory){', calibrated' if self.calibrated else ''}"
-
-
-def _not_seen(names: set[str]) -> list[tuple[str, str]]:
-    """Libraries and kernels among the operators whose memory no formula tells: the confidence they leave, and why."""
-    found = [
-        ("low", f"{library}: the memory inside of it is not seen")
-        for library, operators in _INSIDE_LIBRARIES.items()
-        if any(name.startswith(operators) for name in names)
-    ]
-    for level, operators in _INSIDE_KERNELS.items():
-        found += [
-            (level, f"{name}: the memory inside of it is not seen")
-            for name in sorted(names)
-            if name.startswith(operators)
-        ]
-    return found
 
 
 def confidence(
@@ -217,7 +195,10 @@ def confidence(
         found.append((level, "convolutions: cuDNN's workspace depends on the algorithm it chooses"))
     if kind_of(names) == "recurrent":
         found.append(("low", "recurrent layers: the memory inside cuDNN's kernels is not seen"))
-    found += _not_seen(names)
+    for level, library, operators in _NOT_SEEN:
+        kernels = [name for name in sorted(names) if name.startswith(operators)]
+        unseen = [library] if library and kernels else kernels
+        found += [(level, f"{each}: the memory inside of it is not seen") for each in unseen]
     if custom:
         found.append(("low", f"custom operators: memory inside {', '.join(custom[:3])} is not seen"))
     if vendor != "NVIDIA":

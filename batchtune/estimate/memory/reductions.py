@@ -138,9 +138,7 @@ class _Spread(NamedTuple):
 
 def _dims(args: Arguments, place: int = 1) -> list[int]:
     named = args[place] if len(args) > place else None
-    if isinstance(named, bool) or not isinstance(named, list | tuple | int):
-        return []
-    return [named] if isinstance(named, int) else list(named)
+    return [named] if isinstance(named, int) else list(named or ())
 
 
 def _sum(args: Arguments) -> Steps:
