@@ -27,10 +27,10 @@ def first_difference(case: Case, traced: list[tuple[int, int, str]], size: int) 
 
 def events_of(step: Step, size: int) -> list[tuple[int, int, str]]:
     """(number of the storage, its rounded size or 0 where it dies, what it is) for each event."""
-    births, sizes = step.births(size), step.sizes(size)
+    trace, sizes = step.traced(size), step.sizes(size)
     events = []
-    for event in step.events(size):
-        birth, size_bytes = births[abs(event) - 1], sizes[abs(event) - 1]
+    for event in trace.events:
+        birth, size_bytes = trace.births[abs(event) - 1], sizes[abs(event) - 1]
         if size_bytes:
             what = f"{birth.op} ({birth.moment.split()[0]})"
             events.append((abs(event), -(-size_bytes // ROUNDING) * ROUNDING if event > 0 else 0, what))

@@ -34,8 +34,8 @@ class Direct:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def events(self, _: int) -> list[int]:
-        return self.trace.events
+    def traced(self, _: int) -> Trace:
+        return self.trace
 
     def sizes(self, _: int) -> list[int]:
         return [birth.size_bytes for birth in self.trace.births]

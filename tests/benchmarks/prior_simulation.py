@@ -60,8 +60,8 @@ class Truth:
             replay(grown, size, allocator)
         except OutOfMemory:
             return Attempt(batch_size=size, outcome="oom")
-        live, births = live_bytes(grown, size), grown.births(size)
-        update = [births[abs(event) - 1].moment.startswith("optimizer") and event > 0 for event in grown.events(size)]
+        live, trace = live_bytes(grown, size), grown.traced(size)
+        update = [trace.births[abs(each) - 1].moment.startswith("optimizer") and each > 0 for each in trace.events]
         return Attempt(
             batch_size=size,
             outcome="fit",

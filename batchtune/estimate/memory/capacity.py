@@ -206,18 +206,15 @@ class TracedStep:
     def on(self, gpu: Gpu) -> TracedStep:
         return TracedStep(self._grid, gpu)
 
-    def events(self, batch_size: int) -> list[int]:
-        return self._grid.nearest(batch_size).events
-
-    def births(self, batch_size: int) -> list[Birth]:
-        return self._grid.nearest(batch_size).births
+    def traced(self, batch_size: int) -> Trace:
+        return self._grid.nearest(batch_size)
 
     def sizes(self, batch_size: int) -> list[int]:
-        births, growth = self._grid.nearest(batch_size).births, self._grid.growth(batch_size)
+        births, growth = self.traced(batch_size).births, self._grid.growth(batch_size)
         return [math.ceil(birth.bytes_on(self.gpu) * (growth if _grows(birth) else 1)) for birth in births]
 
     def work(self, batch_size: int) -> Work:
-        trace = self._grid.nearest(batch_size)
+        trace = self.traced(batch_size)
         return Work(*(value * batch_size / trace.batch_size for value in astuple(trace.work)))
 
 

@@ -155,6 +155,12 @@ class Trace:
     units: list[list[int]] = field(default_factory=list)
 
 
+def first_birth(trace: Trace, moment: str) -> int:
+    """The place of the first birth in a moment; where there is none, the end."""
+    births = ((place, event) for place, event in enumerate(trace.events) if event > 0)
+    return next((place for place, event in births if trace.births[event - 1].moment == moment), len(trace.events))
+
+
 def normalized(trace: Trace) -> Trace:
     """The trace as a GPU would see it: sums of gradients in place, and runs of frees in one order.
 
@@ -182,18 +188,10 @@ def normalized(trace: Trace) -> Trace:
                     trace.births[replaced].category = trace.births[event - 1].category
                 break
     kept = (event for place, event in enumerate(events) if place not in dropped)
-    return renumbered(trace, _sorted_frees(_stand_in_for(event, stands_for) for event in kept))
-
-
-def _stand_in_for(event: int, stands_for: dict[int, int]) -> int:
-    number = abs(event) - 1
-    number = stands_for.get(number, number)
-    return number + 1 if event > 0 else -(number + 1)
-
-
-def _sorted_frees(events: Iterable[int]) -> list[int]:
-    runs = itertools.groupby(events, lambda event: event > 0)
-    return [event for is_births, run in runs for event in (run if is_births else sorted(run, reverse=True))]
+    named = (event if event > 0 else -stands_for.get(-event - 1, -event - 1) - 1 for event in kept)
+    runs = itertools.groupby(named, lambda event: event > 0)
+    ordered = [event for is_births, run in runs for event in (run if is_births else sorted(run, reverse=True))]
+    return renumbered(trace, ordered)
 
 
 def renumbered(trace: Trace, events: list[int]) -> Trace:
@@ -222,7 +220,7 @@ def _ddp(trace: Trace) -> Trace:
     sizes = _buckets(size for unit in reversed(trace.units) for size in reversed(unit))
     births, events = list(trace.births), list(trace.events)
     for moment in ("forward 2", "forward 1"):  # from the end, so that places before stay
-        place = _first(trace, moment)
+        place = first_birth(trace, moment)
         events[place:place] = range(len(births) + 1, len(births) + len(sizes) + 1)
         births += [Birth(size, "distributed: DDP bucket", category="gradients") for size in sizes]
     return renumbered(replace(trace, births=births), events)
@@ -254,9 +252,9 @@ def _fsdp(trace: Trace, world_size: int) -> Trace:
     gathered = {"forward": root + 3 * block, "backward": root + max(2 * block, root)}
     events = list(trace.events)
     for step in (2, 1):  # from the end, so that places before stay
-        update = _first(trace, f"optimizer {step}")
+        update = first_birth(trace, f"optimizer {step}")
         for phase in ("backward", "forward"):
-            place = _first(trace, f"{phase} {step}")
+            place = first_birth(trace, f"{phase} {step}")
             births.append(Birth(max(1, gathered[phase]), "distributed: FSDP gathers", moment=f"{phase} {step}"))
             events[update:update] = [-len(births)]
             events[place:place] = [len(births)]
@@ -270,11 +268,3 @@ def _shard(birth: Birth, whole: Counter[int], world_size: int) -> Birth:
     if of_a_parameter or birth.moment.startswith("optimizer"):
         return replace(birth, size_bytes=-(-birth.size_bytes // world_size))
     return birth
-
-
-def _first(trace: Trace, moment: str) -> int:
-    """The place of the first birth in a moment; where there is none, the end."""
-    return next(
-        (at for at, event in enumerate(trace.events) if event > 0 and trace.births[event - 1].moment == moment),
-        len(trace.events),
-    )

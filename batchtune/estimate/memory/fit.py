@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchtune.estimate.memory.allocator import ROUNDING_BYTES, CachingAllocator
-from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work
+from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work, first_birth
 
 BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
 QUADRATIC_BATCH_SIZE = 13
@@ -27,14 +27,11 @@ class Step(Protocol):
     def on(self, gpu: Gpu) -> Step:
         """The same step on another GPU."""
 
-    def events(self, batch_size: int) -> list[int]:
-        """Births and deaths, as in `Trace.events`."""
+    def traced(self, batch_size: int) -> Trace:
+        """The trace that it goes by, at this batch size or another: births, deaths and what every storage is."""
 
     def sizes(self, batch_size: int) -> list[int]:
         """Bytes of every storage, by number."""
-
-    def births(self, batch_size: int) -> list[Birth]:
-        """What every storage is, by number; sizes in it are those of some traced batch size."""
 
     def work(self, batch_size: int) -> Work:
         """What one optimizer step computes and moves."""
@@ -62,11 +59,8 @@ class FittedStep:
     def on(self, gpu: Gpu) -> FittedStep:
         return replace(self, gpu=gpu)
 
-    def events(self, batch_size: int) -> list[int]:  # noqa: ARG002 - the same at every size
-        return self.trace.events
-
-    def births(self, batch_size: int) -> list[Birth]:  # noqa: ARG002
-        return self.trace.births
+    def traced(self, batch_size: int) -> Trace:  # noqa: ARG002 - the same at every size
+        return self.trace
 
     def work(self, batch_size: int) -> Work:
         powers = np.array([1, batch_size, batch_size**2], dtype=np.float64)
@@ -152,7 +146,7 @@ def _coefficients(batch_sizes: Sequence[int], values: NDArray[np.integer | np.fl
 
 def live_bytes(step: Step, batch_size: int) -> NDArray[np.int64]:
     """Bytes that are alive after each event, every storage rounded to the allocator's 512 bytes."""
-    events = np.array(step.events(batch_size), dtype=np.int64)
+    events = np.array(step.traced(batch_size).events, dtype=np.int64)
     sizes = np.array(step.sizes(batch_size), dtype=np.int64)
     rounded = -(-sizes // ROUNDING_BYTES) * ROUNDING_BYTES
     live: NDArray[np.int64] = np.cumsum(np.sign(events) * rounded[np.abs(events) - 1])
@@ -179,16 +173,11 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, free_lat
     Raises:
         OutOfMemory: they pass its capacity.
     """
-    sizes, events, births = step.sizes(batch_size), step.events(batch_size), step.births(batch_size)
-    places = (place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND)
-    first = next(places, len(events))
-    play(events[:first], sizes, allocator)
-    repeated = repeated_step(events[first:], sizes, births)
+    sizes, trace = step.sizes(batch_size), step.traced(batch_size)
+    repeated = play_first_step(trace, sizes, allocator, free_late=free_late)
     if repeated is None:
-        play(events[first:], sizes, allocator)
+        play(trace.events[first_birth(trace, _SECOND) :], sizes, allocator)
         return allocator
-    if not free_late:
-        play([-number for number in repeated.gradients[0][0]], sizes, allocator)
     number, calm = _TRACED_STEPS, 0
     while number <= (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
         before = allocator.retries
@@ -196,6 +185,16 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, free_lat
         calm = calm + 1 if number > _TRACED_STEPS and allocator.retries == before else 0
         number += 1
     return allocator
+
+
+def play_first_step(trace: Trace, sizes: list[int], allocator: CachingAllocator, *, free_late: bool) -> Repeated | None:
+    """Plays the first of two steps; returns the second one, as `repeated_step` does."""
+    first = first_birth(trace, _SECOND)
+    play(trace.events[:first], sizes, allocator)
+    repeated = repeated_step(trace.events[first:], sizes, trace.births)
+    if repeated is not None and not free_late:
+        play([-number for number in repeated.gradients[0][0]], sizes, allocator)
+    return repeated
 
 
 def play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocator) -> None:

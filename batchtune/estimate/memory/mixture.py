@@ -20,7 +20,7 @@ from batchtune.estimate.memory.fit import (
     fit,
     peak_allocated_bytes,
     play,
-    repeated_step,
+    play_first_step,
     same_events,
 )
 from batchtune.lengths.mixing import Sizes, first_replayed, steps_down
@@ -36,11 +36,9 @@ Batches = dict[Length | None, int]
 def fit_lengths(
     trace_at: Callable[[int, Length | None], Trace], lengths: Sequence[Length | None]
 ) -> dict[Length | None, FittedStep | Misaligned]:
-    """A step at each length: polynomial in batch and length where traces at four lengths say so, else traced at each.
+    """A step at each length, ascending, or at None: polynomial in batch and length where traces at four lengths say so.
 
-    Args:
-        trace_at: traces one batch size at one length.
-        lengths: ascending; None where they are not asked for.
+    Else it is traced at each.
     """
     at = cache(lambda length: fit(lambda size: trace_at(size, length)))
     last = len(lengths) - 1
@@ -143,24 +141,17 @@ class Mixture:
     def _replay(self, sizes: Sizes, order: Sequence[int], late: int, allocator: CachingAllocator) -> None:
         """Steps over batches of several lengths, each batch made while the last one is still there."""
         taken = [self.steps[length].sizes(size) for length, size in sizes.items()]
-        first = self.steps[[*sizes][order[0]]]
-        events, births = first.events(1), first.births(1)
-        spare = len(births)
-        start = next(
-            (place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == "forward 2"), 0
-        )
+        trace = self.steps[[*sizes][order[0]]].traced(1)
+        spare = len(trace.births)
         batch = [
             number
-            for number, birth in enumerate(births, 1)
+            for number, birth in enumerate(trace.births, 1)
             if birth.moment == "build" and len({some[number - 1] for some in taken}) > 1
         ]
-        play(events[:start], taken[order[0]], allocator)
-        again = repeated_step(events[start:], taken[order[0]], births)
+        was_late = late > 0
+        again = play_first_step(trace, taken[order[0]], allocator, free_late=was_late)
         if again is None:
             return
-        was_late = late > 0
-        if not was_late:
-            play([-number for number in again.gradients[0][0]], taken[order[0]], allocator)
         for number, which in enumerate(order[1:], 2):
             for each in batch:
                 allocator.allocate(each + spare * (1 - number % 2), taken[which][each - 1])

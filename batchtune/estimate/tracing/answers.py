@@ -7,18 +7,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from batchtune.document import Holder, MemoryDetail, Moment
 from batchtune.estimate.commands import ExpectLengths, GpuFacts, LengthEstimates, LengthRow, Refusal, Row, TaskEstimate
 from batchtune.estimate.memory.allocator import ROUNDING_BYTES, ExpandableAllocator, round_up
 from batchtune.estimate.memory.capacity import Search, TracedGrid, TracedStep
-from batchtune.estimate.memory.events import Assumption, Gpu, Trace
+from batchtune.estimate.memory.events import Assumption, Trace
 from batchtune.estimate.memory.fit import BATCH_SIZES, FittedStep, Misaligned, Step, live_bytes, peak_allocated_bytes
 from batchtune.estimate.memory.mixture import Mixture, fit_lengths
 from batchtune.estimate.memory.overheads import Confidence, gpu_of, kind_of, unseen_share
+from batchtune.lengths.buckets import lengths_of
+from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import LARGEST, Length
 
 if TYPE_CHECKING:
@@ -108,17 +109,17 @@ def _rounded_down(capacity: int) -> int:
 
 def detail(step: Step, batch_size: int, precision: str) -> MemoryDetail:
     """The peak at one size by category, module and line, and live bytes over the two traced steps."""
-    live = live_bytes(step, batch_size)
-    events, sizes, births = step.events(batch_size), step.sizes(batch_size), step.births(batch_size)
+    live, trace, sizes = live_bytes(step, batch_size), step.traced(batch_size), step.sizes(batch_size)
     last = int(live.argmax())
-    alive = {event for event in events[: last + 1] if event > 0} - {-event for event in events[: last + 1]}
+    until, births = trace.events[: last + 1], trace.births
+    alive = {event for event in until if event > 0} - {-event for event in until}
     categories: Counter[str] = Counter()
     holders: Counter[tuple[str, str]] = Counter()
     for birth, size in ((births[event - 1], round_up(sizes[event - 1], ROUNDING_BYTES)) for event in alive):
         categories[f"{birth.category}_bytes"] += size
         if birth.category == "activations":
             holders[_without_numbers(birth.module), birth.line] += size
-    at = births[abs(events[last]) - 1]
+    at = births[abs(until[-1]) - 1]
     return MemoryDetail(
         precision=precision,
         batch_size=batch_size,
@@ -130,7 +131,7 @@ def detail(step: Step, batch_size: int, precision: str) -> MemoryDetail:
             Holder(module=module, line=line or None, activation_bytes=held)
             for (module, line), held in holders.most_common(_HOLDERS)
         ],
-        curve=_curve(step, batch_size),
+        curve=_curve(trace, live.tolist()),
         **categories,
     )
 
@@ -139,14 +140,13 @@ def _without_numbers(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _curve(step: Step, batch_size: int) -> list[Moment]:
+def _curve(trace: Trace, live: Sequence[int]) -> list[Moment]:
     """The highest use in each of some 400 stretches, each within one moment, so that the peak is among them."""
-    live, births = live_bytes(step, batch_size), step.births(batch_size)
     every = max(1, len(live) // _CURVE_POINTS)
     points: list[tuple[str, int]] = []
     count = 0
-    for event, held in zip(step.events(batch_size), live.tolist(), strict=True):
-        moment = births[event - 1].moment if event > 0 else points[-1][0]
+    for event, held in zip(trace.events, live, strict=True):
+        moment = trace.births[event - 1].moment if event > 0 else points[-1][0]
         if not points or moment != points[-1][0] or count == every:
             points.append((moment, held))
             count = 0
@@ -160,54 +160,37 @@ FailsIn = Callable[[dict[Length, int], int], int | None]
 TRACED_SHARE = 0.75  # of all that is to be done: tracing
 
 
-@dataclass(frozen=True)
-class TracedLengths:
-    """The step at each length, ascending; where nobody asked for lengths, by None.
+def mixture_of(
+    trace_at: Callable[[int, Length | None], Trace],
+    lengths: Sequence[Length | None],
+    deadline: float,
+    progress: Callable[[float], None],
+) -> tuple[Mixture, list[Assumption], list[TracedGrid]]:
+    """The step at each length, ascending, by traces at each or at some that say what all others take.
 
-    Attributes:
-        mixture: of all of them.
-        notes: why sizes are scaled, where they are.
-        grids: what is traced later, as it is asked for.
+    Where nobody asked for lengths, it is the one at None. Beside it why sizes are scaled, where they are, and what is
+    traced later, as it is asked for.
     """
+    count = itertools.count(1)
 
-    mixture: Mixture
-    notes: list[Assumption]
-    grids: list[TracedGrid]
+    def trace(batch_size: int, length: Length | None) -> Trace:
+        found = trace_at(batch_size, length)
+        progress(min(TRACED_SHARE, TRACED_SHARE * next(count) / (len(BATCH_SIZES) * len(lengths))))
+        return found
 
-    @classmethod
-    def of(
-        cls,
-        trace_at: Callable[[int, Length | None], Trace],
-        lengths: Sequence[Length | None],
-        deadline: float,
-        progress: Callable[[float], None],
-    ) -> Self:
-        """By traces at each length, or at some that say what all others take."""
-        count = itertools.count(1)
+    fitted, steps, grids = fit_lengths(trace, lengths), dict[Length | None, Step](), list[TracedGrid]()
+    reasons = [each.reason for each in fitted.values() if isinstance(each, Misaligned)]
+    for length, found in fitted.items():
+        if isinstance(found, Misaligned):
+            seconds = (deadline - time.monotonic()) / len(reasons)
+            grids.append(TracedGrid(partial(_at, trace_at, length), seconds))
+        steps[length] = TracedStep(grids[-1]) if isinstance(found, Misaligned) else found
+    return Mixture(steps), [Assumption(f"{each}; sizes between traced ones are scaled") for each in reasons[:1]], grids
 
-        def trace(batch_size: int, length: Length | None) -> Trace:
-            found = trace_at(batch_size, length)
-            progress(min(TRACED_SHARE, TRACED_SHARE * next(count) / (len(BATCH_SIZES) * len(lengths))))
-            return found
 
-        fitted, steps, grids = fit_lengths(trace, lengths), dict[Length | None, Step](), list[TracedGrid]()
-        reasons = [each.reason for each in fitted.values() if isinstance(each, Misaligned)]
-        for length, found in fitted.items():
-            if isinstance(found, Misaligned):
-                seconds = (deadline - time.monotonic()) / len(reasons)
-                grids.append(TracedGrid(partial(_at, trace_at, length), seconds))
-            steps[length] = TracedStep(grids[-1]) if isinstance(found, Misaligned) else found
-        return cls(
-            Mixture(steps), [Assumption(f"{each}; sizes between traced ones are scaled") for each in reasons[:1]], grids
-        )
-
-    def searches_on(self, kind: Gpu, memory_bytes: int) -> Searches:
-        """Those on a GPU with so much memory."""
-        return Searches(self.mixture.on(kind), memory_bytes)
-
-    def cut(self) -> list[str]:
-        """What is to be said of larger sizes that took long to trace."""
-        return list(dict.fromkeys(note for grid in self.grids for note in grid.notes))
+def ascending(seen: LengthsSeen | None) -> Sequence[Length | None]:
+    """The lengths to find batches of; None alone where nobody asked for lengths."""
+    return lengths_of(seen)[::-1] if seen else [None]
 
 
 def _at(trace_at: Callable[[int, Length | None], Trace], length: Length | None, batch_size: int) -> Trace:
@@ -216,11 +199,15 @@ def _at(trace_at: Callable[[int, Length | None], Trace], length: Length | None, 
 
 def expected_of_lengths(asked: ExpectLengths, tracer: Tracer) -> tuple[LengthEstimates, FailsIn] | Refusal:
     """What a probe of one device may expect of each length, and what replays batches of all."""
-    fitted = fit_lengths(tracer.trace, tracer.lengths)
+    fitted = fit_lengths(tracer.trace, ascending(tracer.lengths))
     steps = {length: step for length, step in fitted.items() if isinstance(step, FittedStep)}
     if len(steps) < len(fitted):
         return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
     mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
-    known = tuple((each, expectation(steps[each], tracer.ops, gpu, limit, assumed=True)) for each in tracer.lengths)
+    known = tuple(
+        (each, expectation(step, tracer.ops, gpu, limit, assumed=True))
+        for each, step in steps.items()
+        if each is not None
+    )
     on_gpu = mixture.on(gpu_of(gpu.name, gpu.generation))
     return LengthEstimates(lengths=known, replays=mixture.is_known), on_gpu.fails_in

@@ -7,19 +7,18 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from batchtune.child.server import Child, serve
 from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing import answers
-from batchtune.protocol.messages import AnyCommand, Channel, move_standard_streams
+from batchtune.protocol.messages import Answer, AnyCommand, Channel, move_standard_streams
 
 if TYPE_CHECKING:
     from batchtune.estimate.tracing.trace import Tracer
 
-Answer = TypeVar("Answer")
 _TRACING_SHARE = 0.5  # of the time that may go by with tracing: searching takes the rest
 
 
@@ -36,12 +35,7 @@ def warm_up() -> None:
 
 
 def answer(asked: commands.EstimateMemory, progress: Callable[[float], None]) -> commands.Traced | commands.Refusal:
-    """Traces a task once and finds the largest batch on each GPU, of each length where lengths are asked for.
-
-    Args:
-        asked: the task and the GPUs.
-        progress: told what share of it is done.
-    """
+    """The largest batch on each GPU, of each length where lengths are asked for; tells what share of it is done."""
     deadline = time.monotonic() + asked.seconds * _TRACING_SHARE
     return _by_traces(asked, partial(_estimated, asked, deadline, progress))
 
@@ -63,15 +57,16 @@ def _by_traces(asked: commands.Tracing, answer: Callable[[Tracer], Answer]) -> A
 def _estimated(
     asked: commands.EstimateMemory, deadline: float, progress: Callable[[float], None], tracer: Tracer
 ) -> commands.Traced:
-    traced = answers.TracedLengths.of(tracer.trace, tracer.lengths or [None], deadline, progress)
-    notes = [*tracer.notes, *tracer.padding(), *traced.notes]
-    searches_on = cache(traced.searches_on)
+    lengths = answers.ascending(tracer.lengths)
+    mixture, scaled, grids = answers.mixture_of(tracer.trace, lengths, deadline, progress)
+    notes = [*tracer.notes, *tracer.padding(), *scaled]
+    searches_on = cache(lambda gpu, memory_bytes: answers.Searches(mixture.on(gpu), memory_bytes))
     rows: list[commands.Row] = []
     for gpu in asked.gpus:
         sure = confidence(
             tracer.ops,
             notes,
-            aligned=not traced.notes,
+            aligned=not scaled,
             precision=asked.precision,
             vendor=gpu.vendor,
             measured=gpu.measured,
@@ -79,11 +74,12 @@ def _estimated(
         facts = gpu.memory_bytes, gpu.generation, gpu.vendor
         capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
         searches = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
-        rows.append(answers.row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()]))
+        cut = dict.fromkeys(note for grid in grids for note in grid.notes)  # larger sizes took long to trace
+        rows.append(answers.row_of(searches, capacity, sure, [*tracer.warnings, *cut]))
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
     has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
-    details = [answers.detail(traced.mixture.longest, largest or 1, asked.precision)]
+    details = [answers.detail(mixture.longest, largest or 1, asked.precision)]
     return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
 
 

@@ -20,7 +20,6 @@ from batchtune.estimate.memory.events import Assumption, Trace, Work, distribute
 from batchtune.estimate.tracing.fake_cuda import compilation_ignored, fake_cuda
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.without_data import CannotTraceError, naming_the_line
-from batchtune.lengths.buckets import lengths_of
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.samples import tensor_bytes, unseen_warnings
@@ -43,14 +42,11 @@ class Checkpointed(Task):
 class Tracer:
     """Traces one task at any batch size, keeping what all traces had in common.
 
-    Args:
-        asked: the task, and how.
-
     Attributes:
         warnings: of what may be larger than the worst batch that was found.
         notes: what the traces had to assume.
         ops: the operators of the step.
-        lengths: that batches can be made of, ascending; none: they are all made alike.
+        lengths: that batches can be made of; None: they are all made alike.
     """
 
     def __init__(self, asked: Tracing) -> None:
@@ -69,7 +65,7 @@ class Tracer:
         self._task.find_lengths(asked.lengths, asked.lengths_seen)
         if self._task.adapted:
             self.notes += [Assumption(text) for text in self._task.adapted.notes]
-        self.lengths = lengths_of(self._task.lengths)[::-1] if self._task.lengths else []
+        self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
 
     def padding(self) -> list[Assumption]:
@@ -77,7 +73,7 @@ class Tracer:
 
         Shorter ones cut memory up: probes found up to a quarter less, between lengths of buckets up to a third.
         """
-        known = self._task.lengths
+        known = self.lengths
         differ = len(known.groups) > len(known.edges) if known else self._task.batches_differ()
         if self._asked.inference or not differ:
             return []

@@ -154,7 +154,7 @@ def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
     found = Search(step)(300 * MIB)
     assert 250 < found < 300
     assert len(traced) == len(set(traced)) < 20
-    assert step.births(1)[0].category == "parameters"
+    assert step.traced(1).births[0].category == "parameters"
 
 
 def test_sizes_that_would_take_too_long_to_trace_are_extrapolated_from_those_that_were():
