@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from batchtune.config.options import TRACE_SECONDS
-from batchtune.document import Attempt, MemoryDetail
+from batchtune.document import Attempt, EstimatedLength, MemoryDetail
 from batchtune.estimate.calibration import record
 from batchtune.estimate.memory.events import Work
 from batchtune.estimate.memory.overheads import UNMEASURED, Offsets
@@ -72,18 +72,9 @@ class Tracing(Message):
     lengths_seen: LengthsSeen | None = None
 
 
-class LengthRow(Message):
-    """The largest batch of one length on one GPU; names are those of `EstimatedLength`.
+class LengthRow(EstimatedLength):
+    """The largest batch of one length on one GPU, and the work of a step of that size; None where nothing fits."""
 
-    Attributes:
-        work: of a step of that size; None where nothing fits.
-    """
-
-    length: Length
-    max_batch_size: int
-    safe_max_batch_size: int
-    alone_max_batch_size: int
-    peak_bytes: int | None = None
     work: Work | None = None
 
 
@@ -172,22 +163,14 @@ class TaskEstimate(Message):
 
 
 class ExpectMemory(Tracing, Command[TaskEstimate | Refusal]):
-    """What a probe of one device may expect.
-
-    Attributes:
-        memory_limit: that a process may reserve.
-    """
+    """What a probe of one device may expect whose process may reserve `memory_limit`."""
 
     gpu: GpuFacts
     memory_limit: int
 
 
 class LengthEstimates(Message):
-    """What a probe may expect of each length.
-
-    Attributes:
-        replays: whether `ReplayLengths` has an answer.
-    """
+    """What a probe may expect of each length, and whether `ReplayLengths` has an answer."""
 
     lengths: tuple[tuple[Length, TaskEstimate], ...]
     replays: bool

@@ -44,10 +44,7 @@ def _asked(
 class LengthsPrior:
     """What a child says of all lengths, which it traces while the probe is at the longest; nothing where it cannot.
 
-    Args:
-        worker: has the child, which nobody else asks before `peaks` has answered.
-        command: what it is asked.
-        observer: told why nothing is expected.
+    Nobody else asks the worker's child before `peaks` has answered.
     """
 
     def __init__(self, worker: Worker, command: commands.ExpectLengths, observer: Observer) -> None:
@@ -125,11 +122,7 @@ class EstimatePrior:
     ) -> commands.TaskEstimate | None:
         """What to expect of the device that the probe's child has opened; None where no trace tells.
 
-        Args:
-            opened: what the probe's child said of the task.
-            precision: of the probe.
-            accumulation_steps: micro-batches per optimizer step.
-            timeout: seconds after which the user's code hangs.
+        After `timeout` seconds the user's code hangs.
         """
         limit = opened.memory_limit_bytes
         if not limit or self._left <= 0 or not opened.device.startswith("cuda"):

@@ -125,7 +125,6 @@ def estimate_task(
     gpus: Sequence[Gpu],
     precisions: Sequence[str] = ("auto",),
     *,
-    processes: int = 2,
     observer: Observer | None = None,
     timeout: float,
 ) -> EstimateRun:
@@ -135,7 +134,6 @@ def estimate_task(
         question: the task and how it is trained; of GPUs and precisions it says nothing.
         gpus: rows of the catalogue.
         precisions: bf16, fp16, fp32, tf32, or `auto` for what each GPU does well.
-        processes: children that trace at the same time.
         observer: told how far it is.
         timeout: seconds after which tracing is given up.
 
@@ -166,7 +164,7 @@ def estimate_task(
         return found
 
     jobs = list(dict.fromkeys(alike.values()))
-    answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout, processes=processes)
+    answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout)
     alike |= {name: name for name in alike if name in answers}
     estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
     details = []
@@ -207,17 +205,15 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
     row, remedies = answer.rows[gpu.name], answer.remedies.get(gpu.name, [])
     emulated = precision in _NOT_IN_HARDWARE and (gpu.compute_capability or (_AMPERE,))[0] < _AMPERE
     speed, watts = _speed(gpu, precision, row, question), gpu.board_power_watts
-    per_length = tuple(
-        EstimatedLength(**each.model_dump(exclude={"work"}), samples_per_second=_speed(gpu, precision, each, question))
-        for each in row.lengths
-    )
+    speeds = [{"samples_per_second": _speed(gpu, precision, each, question)} for each in row.lengths]
+    per_length = [each.model_dump(exclude={"work"}) | how for each, how in zip(row.lengths, speeds, strict=True)]
     return known.model_copy(
         update=row.model_dump(exclude={"work", "lengths"})
         | {
             "samples_per_second": speed,
             "samples_per_joule": speed / watts if speed is not None and watts else None,
             "remedies": remedies,
-            "lengths": per_length,
+            "lengths": tuple(EstimatedLength(**each) for each in per_length),
             "notes": [
                 *row.notes,
                 *_notes(gpu, row, question.memory_limit),

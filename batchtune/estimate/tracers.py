@@ -20,6 +20,7 @@ from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 
 _DYING_SECONDS = 60.0  # in which who waits for the children has ended them
+_PROCESSES = 2  # children that trace at the same time
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
 
 
@@ -48,7 +49,6 @@ def ask_tracers(
     observer: Observer,
     *,
     seconds: float,
-    processes: int,
 ) -> dict[str, Answered]:
     """Has a child of its own do each job.
 
@@ -57,7 +57,6 @@ def ask_tracers(
         answer: does one, in a thread.
         observer: told how far they are, and what the user's code prints.
         seconds: after which they are ended; the answer is then the reason.
-        processes: children at the same time.
 
     Raises:
         BatchtuneError: what the first that failed raised; the others are ended.
@@ -71,7 +70,7 @@ def ask_tracers(
             workers.append(worker)
             return answer(worker, job)
 
-    with ThreadPoolExecutor(max(1, min(processes, len(jobs), os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max(1, min(_PROCESSES, len(jobs), os.cpu_count() or 1))) as pool:
         futures = {job: pool.submit(work, job) for job in jobs}
         try:
             while (spent := time.monotonic() - started) < seconds:
@@ -102,14 +101,7 @@ def _too_long(seconds: float, share: float) -> str:
 
 
 def ask(worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float) -> Answered:
-    """Asks a child about GPUs, and about what would help where nothing fits.
-
-    Args:
-        worker: has the child.
-        question: but for the GPUs.
-        gpus: what is known of them.
-        deadline: of the monotonic clock, when nobody waits any more.
-    """
+    """Asks a child about GPUs, and about what would help where nothing fits, until a time of the monotonic clock."""
 
     def call(some: Sequence[GpuFacts], **changes: object) -> Traced | Refusal:
         left = max(0.0, deadline - time.monotonic())
