@@ -186,7 +186,9 @@ def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
     usable = complete and all(answer.usable for answer in done.values())
     frames = next((each.frames for each in done.values() if each.frames), "")
     most = min((each.most_samples for each in done.values() if each.most_samples), default=None)
-    return Tried(attempt=merged.model_copy(update=changes), usable=usable, frames=frames, most_samples=most)
+    differ = any(answer.batches_differ for answer in done.values())
+    attempt = merged.model_copy(update=changes)
+    return Tried(attempt=attempt, usable=usable, frames=frames, batches_differ=differ, most_samples=most)
 
 
 def _opened(answers: Mapping[int, Opened | None]) -> Opened | None:

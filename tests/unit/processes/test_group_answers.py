@@ -27,6 +27,11 @@ def test_an_attempt_fits_if_it_fits_on_all_with_the_highest_peak_and_the_slowest
     assert "limiting_rank" not in done["attempt"]
 
 
+def test_batches_that_differ_on_a_rank_make_a_group_be_checked_in_several_orders():
+    assert merged({0: attempt(), 1: {"done": attempt()["done"] | {"batches_differ": True}}})["batches_differ"]
+    assert not merged({0: attempt(), 1: attempt()})["batches_differ"]
+
+
 def test_the_rank_that_failed_first_is_named_with_what_it_said():
     done = merged({2: attempt("oom", message="no memory left"), 0: attempt(), 1: attempt("oom")}, 3)
     assert (done["attempt"]["outcome"], done["attempt"]["limiting_rank"]) == ("oom", 2)
