@@ -126,13 +126,13 @@ def _legend(layers: Sequence[Series], x_title: str, width: int) -> Iterator[Text
     *before, last = wrap(x_title, width) or [""]
     yield from (Text(line, style="dim") for line in before)
     line = Text.assemble((last, "dim"))
-    for each in layers:
+    for each in (layer for layer in layers if layer.name):
         sign, style = _SIGNS[each.mark]
-        first, *rest = wrap(f"{sign} {each.name}", width) if each.name else [""]
+        first, *rest = wrap(f"{sign} {each.name}", width)
         if line and line.cell_len + 2 + len(first) > width:
             yield line
             line = Text()
-        line.append("  " if line and first else "").append(first[:1], style=style).append(first[1:])
+        line.append("  " if line else "").append(first[:1], style=style).append(first[1:])
         for more in rest:
             yield line
             line = Text(more)

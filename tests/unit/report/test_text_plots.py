@@ -55,6 +55,13 @@ def test_no_line_is_wider_than_asked_whatever_the_numbers(layers, width, height,
     assert not any(line.plain.endswith(" ") for line in lines)
 
 
+def test_what_has_no_name_has_no_line_of_its_own_in_a_full_legend():
+    points = [(1.0, 1.0), (2.0, 2.0)]
+    for width in range(MIN_WIDTH, 80):
+        lines = drawn(Series("fit", "fits", points), Series("oom", "", points), width=width)
+        assert "" not in [line.strip() for line in lines], width
+
+
 @given(points=POINTS, width=st.integers(30, 120))
 def test_every_point_has_its_sign_unless_another_took_its_cell(points, width):
     lines = drawn(Series("fit", "", points), width=width)
