@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loade
 from batchtune.task.adapting.plateau import OnPlateau
 
 Arguments = TypeVar("Arguments")
+HuggingFaceTrainer: TypeAlias = Any  # Transformers is no dependency, so its types are not looked at
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "warmup_ratio")
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
@@ -31,7 +32,7 @@ class TrainerTask(FromLoader):
     The Trainer's callbacks are taken off: what they wait for does not happen.
     """
 
-    def __init__(self, trainer: Any, where: str) -> None:
+    def __init__(self, trainer: HuggingFaceTrainer, where: str) -> None:
         super().__init__(where)
         self._trainer, self._args = trainer, trainer.args
         if self._args.n_gpu > 1:  # or it evaluates on all of them
@@ -63,7 +64,7 @@ class TrainerTask(FromLoader):
         self._trainer.optimizer = self._trainer.lr_scheduler = None
 
     @contextlib.contextmanager
-    def _holding(self, model: nn.Module) -> Iterator[Any]:
+    def _holding(self, model: nn.Module) -> Iterator[HuggingFaceTrainer]:
         self._trainer.model = self._trainer.model_wrapped = model
         try:
             yield self._trainer
@@ -75,30 +76,15 @@ class TrainerTask(FromLoader):
         return self._trainer.eval_dataset is not None or _has_own(self._trainer, "evaluate")
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
-        trainer, args = self._trainer, self._args
-        optim = _value(args.optim)
-        refusals = {
-            "the Trainer has no train_dataset": trainer.train_dataset is None,
-            "it overrides training_step(), which batchtune's own loop cannot honour": _has_own(
-                trainer, "training_step"
-            ),
-            "neftune_noise_alpha is not supported": args.neftune_noise_alpha is not None,
-            "use_liger_kernel is not supported": bool(getattr(args, "use_liger_kernel", False)),
-            **_ranks_of_its_own(vars(args)),
-            "a model spread over several devices is not supported": bool(trainer.is_model_parallel),
-            f"optim={optim} steps within backward, which is not supported": any(
-                word in optim for word in _STEPS_IN_BACKWARD
-            ),
-        }
+        refusals = _not_honoured(self._trainer)
         if purpose == "tune":
-            schedule, evaluates_by = (_value(getattr(args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
-            self._waits_for_metric = schedule == "reduce_lr_on_plateau"
+            kind, evaluates = (_value(getattr(self._args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
+            self._waits_for_metric = kind == "reduce_lr_on_plateau"
+            by_epochs = not self._waits_for_metric or evaluates == "epoch"
             refusals |= {
                 "tune needs an eval_dataset": not self._evaluates,
-                "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": schedule == "greedy",
-                f"lr_scheduler_type={schedule} goes by epochs here; set eval_strategy='epoch'": (
-                    self._waits_for_metric and evaluates_by != "epoch"
-                ),
+                "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": kind == "greedy",
+                f"lr_scheduler_type={kind} goes by epochs here; set eval_strategy='epoch'": not by_epochs,
                 "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": (
                     self._has_scheduler
                 ),
@@ -202,6 +188,23 @@ class TrainerTask(FromLoader):
             raise self.refused(f"metric_for_best_model is not among what it evaluates: {', '.join(numbers)}")
         self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
+
+
+def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:
+    """What a Trainer may have or lack that batchtune's own loop has no place for, and whether this one does."""
+    args, optim = trainer.args, _value(trainer.args.optim)
+    own_step = _has_own(trainer, "training_step")
+    return {
+        "the Trainer has no train_dataset": trainer.train_dataset is None,
+        "it overrides training_step(), which batchtune's own loop cannot honour": own_step,
+        "neftune_noise_alpha is not supported": args.neftune_noise_alpha is not None,
+        "use_liger_kernel is not supported": bool(getattr(args, "use_liger_kernel", False)),
+        **_ranks_of_its_own(vars(args)),
+        "a model spread over several devices is not supported": bool(trainer.is_model_parallel),
+        f"optim={optim} steps within backward, which is not supported": any(
+            word in optim for word in _STEPS_IN_BACKWARD
+        ),
+    }
 
 
 def _ranks_of_its_own(arguments: Mapping[str, object]) -> dict[str, bool]:
