@@ -7,6 +7,10 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from batchtune.document.configuration import Configuration as Configuration
+from batchtune.document.configuration import by_configuration as by_configuration
+from batchtune.document.configuration import config_of as config_of
+from batchtune.document.configuration import is_of as is_of
 from batchtune.document.probe import Attempt as Attempt
 from batchtune.document.probe import Count, Figure, Record, Size, Text
 from batchtune.document.probe import DataParallel as DataParallel

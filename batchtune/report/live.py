@@ -16,10 +16,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
+from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial, by_configuration
 from batchtune.observer import Observer
 from batchtune.report.terminal import TONES, written_in
-from batchtune.report.view.select import by_configuration
 from batchtune.report.view.words import tone
 from batchtune.units import LEAST_PEAK, counted, duration, number, size
 from batchtune.vocabulary import length_text
@@ -192,7 +191,7 @@ class LiveObserver(Observer):
 def _configurations(trials: list[Trial]) -> Iterator[_Cells]:
     """A row for each configuration, those with the least median time to the target first."""
     ranked = []
-    for runs in by_configuration(trials):
+    for runs in by_configuration(trials).values():
         times = [run.time_to_target_seconds for run in runs if run.time_to_target_seconds is not None]
         ranked.append((statistics.median(times) if times else float("inf"), -runs[-1].number, runs))
     for median, _, runs in sorted(ranked, key=lambda each: each[:2]):

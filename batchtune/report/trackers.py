@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from batchtune.document import Document, Trial
+from batchtune.document import Document, Trial, is_of
 from batchtune.errors import UsageError
-from batchtune.report.view.select import is_of
 
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from batchtune.document import Scaling, ScalingPoint, Trial
+from batchtune.document import Scaling, ScalingPoint, Trial, config_of
 from batchtune.errors import BatchtuneError
 from batchtune.observer import Observer
 from batchtune.processes.ranks import RankLauncher
@@ -15,7 +15,7 @@ from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.targets import measured
 from batchtune.tune.study.trials import run_trial
-from batchtune.tune.verdict.scores import JOULES, SECONDS, config_of, median_interval
+from batchtune.tune.verdict.scores import JOULES, SECONDS, median_interval
 
 MOST_SEEDS = 3
 _PATIENCE = 5.0  # times the estimate, after which a group has not reached the target

@@ -14,14 +14,25 @@ from collections.abc import Sequence
 
 from batchtune.config.schema import Config
 from batchtune.device.host import processors
-from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
+from batchtune.document import (
+    Configuration,
+    DataParallel,
+    Interval,
+    ProbeResult,
+    Recommendation,
+    Scaling,
+    ScalingPoint,
+    Trial,
+    by_configuration,
+    config_of,
+)
 from batchtune.probe.timing.steps import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.plan.prior import split_batch, step_seconds
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.recommend import TIED
-from batchtune.tune.verdict.scores import SECONDS, Configuration, Expected, by_configuration, config_of, median_interval
+from batchtune.tune.verdict.scores import SECONDS, Expected, median_interval
 from batchtune.vocabulary import Variant
 
 WORLD_SIZES = (1, 2, 4, 8)

@@ -75,7 +75,11 @@ def _estimated(
         capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
         searches = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
         cut = dict.fromkeys(note for grid in grids for note in grid.notes)  # larger sizes took long to trace
-        rows.append(answers.row_of(searches, capacity, sure, [*tracer.warnings, *cut]))
+        row = answers.row_of(searches, capacity, sure, [*tracer.warnings, *cut])
+        if tracer.samples is not None and row.max_batch_size > tracer.samples:
+            larger = f"train_dataset has {tracer.samples:,} samples: training makes no larger batches"
+            row = row.but(notes=[*row.notes, larger])
+        rows.append(row)
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
     has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)

@@ -47,6 +47,7 @@ class Tracer:
         notes: what the traces had to assume.
         ops: the operators of the step.
         lengths: that batches can be made of; None: they are all made alike.
+        samples: of the training set, which no batch exceeds; None where batches are not made of it.
     """
 
     def __init__(self, asked: Tracing) -> None:
@@ -67,6 +68,7 @@ class Tracer:
             self.notes += [Assumption(text) for text in self._task.adapted.notes]
         self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
+        self.samples = None if asked.inference or self._task.has("make_batch") else self._task.train_size()
 
     def padding(self) -> list[Assumption]:
         """What is assumed of batches that are padded to their longest sample: that each is as long as the longest.

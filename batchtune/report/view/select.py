@@ -1,11 +1,10 @@
-"""Which parts of a result belong together: probes of one run, trials of one configuration; and what ranks trials."""
+"""Which parts of a result belong together, such as the probes of one run; and what ranks trials."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from batchtune.document import Attempt, Document, ProbeResult, Recommendation, ThroughputPoint, Trial
+from batchtune.document import Attempt, Document, ProbeResult, ThroughputPoint, Trial
 from batchtune.units import LEAST_PEAK
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
@@ -60,15 +59,6 @@ def best_first(result: Document) -> tuple[list[Trial], str]:
     return sorted(began, key=rank), key
 
 
-def by_configuration(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """The runs of each configuration together, both in their order."""
-    found: dict[tuple[object, ...], list[Trial]] = {}
-    for trial in trials:
-        about = (trial.precision, trial.variant, trial.gradient_clipping, *sorted(trial.optimizer_arguments.items()))
-        found.setdefault((trial.batch_size, trial.learning_rate, *about), []).append(trial)
-    return list(found.values())
-
-
 def least_is_best(result: Document, key: str) -> bool:
     """Whether less of this figure is better."""
     return key != VALUE or result.target is None or result.target.goal == "minimize"
@@ -97,16 +87,3 @@ def peak_of(attempt: Attempt) -> int | None:
     """
     peak = attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
     return peak if attempt.fits and peak is not None and peak >= LEAST_PEAK else None
-
-
-def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
-    """Whether a trial ran with exactly this configuration."""
-    return (
-        configuration is not None
-        and configuration.learning_rate is not None
-        and trial.batch_size == configuration.global_batch_size
-        and (trial.precision, trial.variant) == (configuration.precision, configuration.variant)
-        and trial.optimizer_arguments == configuration.optimizer_arguments
-        and trial.gradient_clipping == configuration.gradient_clipping
-        and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
-    )

@@ -7,15 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.document import Document, Interval, Recommendation, Scaling, ScalingPoint, Trial
+from batchtune.document import Document, Interval, Recommendation, Scaling, ScalingPoint, Trial, by_configuration, is_of
 from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds
 from batchtune.report.view.select import (
     JOULES,
     SECONDS,
     VALUE,
     best_first,
-    by_configuration,
-    is_of,
     least_is_best,
     metric_of,
     score,
@@ -222,7 +220,7 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     runs, key = best_first(result)
     answer = today = None
     others = []
-    for group in by_configuration(runs):
+    for group in by_configuration(runs).values():
         found = next((each for each in (result.recommendation, result.baseline) if is_of(group[0], each)), None)
         fresh = [run for run in group if run.tells_of_fresh_seed]
         made = _Configuration(that_count(group), any(run.role == "baseline" for run in group), found, fresh, key)

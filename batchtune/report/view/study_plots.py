@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial
+from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial, is_of
 from batchtune.report.view.figure import Axis, Field, Mark, Plot, Point, Scale, Series, with_points
 from batchtune.report.view.model import Bar, Bars
 from batchtune.report.view.select import (
@@ -15,7 +15,6 @@ from batchtune.report.view.select import (
     SECONDS,
     VALUE,
     is_broken,
-    is_of,
     least_is_best,
     metric_of,
     objective,

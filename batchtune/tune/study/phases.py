@@ -6,7 +6,7 @@ import time
 
 from optuna.storages import BaseStorage
 
-from batchtune.document import LengthBatch, Recommendation, Target, Trial
+from batchtune.document import LengthBatch, Recommendation, Target, Trial, config_of
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
@@ -17,7 +17,6 @@ from batchtune.tune.study.search import Belief, Search, make_pruner, make_sample
 from batchtune.tune.study.storage import open_study
 from batchtune.tune.study.trials import LOOK_SECONDS, Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
-from batchtune.tune.verdict.scores import config_of
 
 
 class TuneStudy:

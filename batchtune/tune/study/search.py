@@ -9,7 +9,7 @@ from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
-from batchtune.document import Landscape, Value
+from batchtune.document import Configuration, Landscape, Value, config_of
 from batchtune.processes.worker import Worker
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 from batchtune.tune.optuna_parts.sampler import RoundingSampler, TimeToTargetSampler
@@ -20,7 +20,7 @@ from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import to_record
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.scores import SECONDS, Configuration, config_of, cost_of
+from batchtune.tune.verdict.scores import SECONDS, cost_of
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10

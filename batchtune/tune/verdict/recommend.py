@@ -6,19 +6,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from batchtune.document import Interval, Recommendation, Trial
+from batchtune.document import Configuration, Interval, Recommendation, Trial, by_configuration, config_of
 from batchtune.tune.verdict.scores import (
     CONFIDENCE,
     JOULES,
     SECONDS,
     WORTHLESS,
-    Configuration,
     Cost,
     Expected,
     Scoring,
     baseline_run,
-    by_configuration,
-    config_of,
     difference_interval,
     median_interval,
     ratio_interval,

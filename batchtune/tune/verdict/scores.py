@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchtune.document import CurvePoint, GradientClipping, Interval, Recommendation, ScalingPoint, Trial, Value
-from batchtune.vocabulary import FAILED, Goal, Kind, Variant
+from batchtune.document import Configuration, CurvePoint, Interval, Trial, by_configuration, config_of
+from batchtune.vocabulary import FAILED, Goal, Kind
 
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
-Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None, Variant]
 Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
 CONFIDENCE = 0.9
 STEADY = 1.05  # times as long, or less, is no sign of other programs
@@ -61,21 +60,6 @@ JOULES = Cost("joules", "energy_to_target_joules", "sparingly, in joules,", "ene
 def cost_of(kind: Kind) -> Cost | None:
     """What an objective counts; None for the best metric, which has no target."""
     return {"time_to_target": SECONDS, "energy_to_target": JOULES, "best_metric": None}[kind]
-
-
-def config_of(found: Trial | Recommendation | ScalingPoint) -> Configuration:
-    """What makes two of them the same configuration, whatever their seed and how a batch is made up."""
-    size = found.batch_size if isinstance(found, Trial) else found.global_batch_size
-    arguments = tuple(sorted(found.optimizer_arguments.items()))
-    return size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping, found.variant
-
-
-def by_configuration(trials: Iterable[Trial]) -> dict[Configuration, list[Trial]]:
-    """The runs of each configuration, both in their order."""
-    found: dict[Configuration, list[Trial]] = {}
-    for trial in trials:
-        found.setdefault(config_of(trial), []).append(trial)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

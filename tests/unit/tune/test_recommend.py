@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from batchtune.document import Interval, Trial
+from batchtune.document import Interval, Trial, config_of
 from batchtune.tune.verdict.recommend import recommend, seeds_to_tell
-from batchtune.tune.verdict.scores import config_of, finalists
+from batchtune.tune.verdict.scores import finalists
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):

@@ -12,9 +12,10 @@ from batchtune.document import (
     ThroughputFit,
     ThroughputPoint,
     Trial,
+    config_of,
 )
 from batchtune.tune.scaling import scaling, split
-from batchtune.tune.verdict.scores import config_of, median_interval
+from batchtune.tune.verdict.scores import median_interval
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
 PROBE = ProbeResult(

@@ -15,7 +15,7 @@ from fakes import FakeCrew
 from optuna.storages.journal import JournalFileBackend
 
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
-from batchtune.document import Attempt, CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
+from batchtune.document import Attempt, CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit, config_of
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
@@ -28,7 +28,7 @@ from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import open_storage
 from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.recommend import recommend
-from batchtune.tune.verdict.scores import SECONDS, config_of
+from batchtune.tune.verdict.scores import SECONDS
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 
