@@ -290,4 +290,5 @@ def _loaded(task: Task, batch_size: int) -> Iterator[object | None]:
             with kept_random_numbers("cpu"):
                 batch = next(batches, None)
             loading += time.perf_counter() - began
-        yield batch if is_whole else None
+        batch = batch if is_whole else None
+        yield batch

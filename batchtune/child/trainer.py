@@ -89,14 +89,17 @@ def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> Da
 
 
 def without_end(epochs: Iterable[Iterable[object]]) -> Generator[object, None, None]:
-    """The batches of one epoch after the other, until one is empty, as of a data set that can be read once."""
-    for epoch in epochs:
-        is_empty = True
-        for batch in epoch:
-            is_empty = False
-            yield batch
-        if is_empty:
+    """The batches of one epoch after the other, until one is empty, as of a data set that can be read once.
+
+    It holds no batch, and no epoch beside the next: that would be memory that a loop does not take.
+    """
+    for batches in map(iter, epochs):
+        first = list(itertools.islice(batches, 1))
+        if not first:
             return
+        yield first.pop()
+        yield from batches
+        del batches
 
 
 class TrainingBatches(Iterator[object]):

@@ -99,7 +99,7 @@ def train(
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
     however soon its run is to end: at equal training time all are equally far in their schedules. One on a plateau goes
-    by epochs instead, each of which ends with an evaluation.
+    by epochs instead, and is told the metric once the next has begun, whatever evaluating takes.
     """
     ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
@@ -172,7 +172,7 @@ class _Run:
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
-        self._epoch = 0
+        self._due, self._epoch = 0.0, 0
         self._start_value: float | None = None
         self._worse_since: float | None = None
         self._worse_looks = 0
@@ -206,7 +206,7 @@ class _Run:
         return self._clock.see(taken, *spent) / taken
 
     def evaluation(self) -> Generator[CurvePoint, bool, str | None]:
-        """Yields the next point of the curve; returns how the run has ended, None if it goes on."""
+        """Yields the next point of the curve, if it is due; returns how the run has ended, None if it goes on."""
         spec, clock = self._spec, self._clock
         started = time.perf_counter()
         value, self._evaluation_batch_size = fitting_metric_value(
@@ -215,10 +215,12 @@ class _Run:
         self._memory.synchronize()
         self._last_evaluation_seconds = self._ranks.together("max", time.perf_counter() - started)
         self.evaluation_seconds += self._last_evaluation_seconds
-        if self._epoch_is_over:
-            self._epoch = self._batches.epoch
+        if self._epoch_is_over():
+            self._epoch += 1
             for scheduler in self.trainer.on_plateau:
                 scheduler.end_epoch(self._ranks.together("first", scheduler.watched(value)))
+        if self._seconds_until_due() > 0 and math.isfinite(value) and not spec.reached(value):
+            return None
         go_on = yield from self.tell(value)
         if spec.reached(value):
             return "reached"
@@ -234,26 +236,26 @@ class _Run:
     def advance(self) -> bool:
         """Trains until an evaluation is due, by the clock or a scheduler; returns whether the loss is a number."""
         clock = self._clock
-        due = next_evaluation(clock.seconds, self._last_evaluation_seconds, self._spec)
-        finite, left = True, self._seconds_until(due)
+        if clock.seconds >= self._due:
+            self._due = next_evaluation(clock.seconds, self._last_evaluation_seconds, self._spec)
+        finite, left = True, self._seconds_until_due()
         with self._energy.of_work():
             while finite:
                 taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
                 clock.add(taken, *spent)
-                left = self._seconds_until(due)
-                if left <= 0 or self._epoch_is_over:
+                left = self._seconds_until_due()
+                if left <= 0 or self._epoch_is_over():
                     break
         return finite
 
-    @property
     def _epoch_is_over(self) -> bool:
-        """Whether a scheduler waits for an evaluation, since an epoch has ended; for all ranks it does at once."""
-        return self._batches.epoch > self._epoch and bool(self.trainer.on_plateau)
+        """Whether a scheduler waits for an evaluation, since all ranks have begun another epoch."""
+        return bool(self.trainer.on_plateau) and self._ranks.together("min", self._batches.epoch) > self._epoch
 
-    def _seconds_until(self, due: float) -> float:
-        """What is left until the next evaluation, which is to be over when the run's time on the clock is."""
+    def _seconds_until_due(self) -> float:
+        """What is left until the curve's next point, which is to be there when the run's time on the clock is over."""
         until_end = self._ends - self._last_evaluation_seconds - time.perf_counter()
-        return self._ranks.together("min", min(due - self._clock.seconds, until_end))
+        return self._ranks.together("min", min(self._due - self._clock.seconds, until_end))
 
     def _timed_steps(self, steps: int) -> tuple[int, float, float, bool]:
         """So many optimizer steps, or fewer where the clock on the wall runs out: others may hold the machine up.
@@ -262,7 +264,7 @@ class _Run:
         """
         taken, alone = 0, self._ranks.world_size == 1
         seconds, waited = self._memory.stopwatch(), waited_seconds()
-        while taken == 0 or (taken < steps and not self._epoch_is_over and self._has_time(taken)):
+        while taken == 0 or (taken < steps and not self._epoch_is_over() and self._has_time(taken)):
             self.trainer.step(self._batches, self._spec.accumulation_steps)
             taken += 1
         spent = self._ranks.together("max", seconds())

@@ -160,8 +160,9 @@ class Probe:
         found = self._found
         assert found.verified is not None  # noqa: S101 - _verify sees to it
         if found.opened.device == "cpu":
-            how = found.limit, self._options, found.bounds.maximum
-            while larger := final_check.larger_with_room(found.verified, self.attempts, *how):
+            while larger := final_check.larger_with_room(  # whose bounds may become narrower meanwhile
+                found.verified, self.attempts, found.limit, self._options, found.bounds.maximum
+            ):
                 self._verify_at(larger)
             return
         least = max(self._options.tolerance / 2, _NOTICED) * (found.limit or 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -21,7 +22,8 @@ from batchtune.task.adapting.plateau import OnPlateau
 Arguments = TypeVar("Arguments")
 HuggingFaceTrainer: TypeAlias = Any  # Transformers is no dependency, so its types are not looked at
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-_OF_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "warmup_ratio")
+_OF_SCHEDULES = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+_OF_EVALUATION = ("eval_strategy", "metric_for_best_model")  # for which a schedule may wait
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
 
 
@@ -50,10 +52,7 @@ class TrainerTask(FromLoader):
         self._current_rate = rate, "optimizers of the Trainer" if trainer.optimizer is not None else "learning_rate"
         self._has_scheduler = trainer.lr_scheduler is not None
         fields = _OF_SCHEDULES if trainer.optimizer is not None else (*_OF_OPTIMIZERS, *_OF_SCHEDULES)
-        given = {name: getattr(self._args, name, None) for name in fields}
-        plain = {name: getattr(each, "value", each) for name, each in given.items()}
-        known = {name: each for name, each in plain.items() if isinstance(each, bool | int | float | str)}
-        self.optimizer_settings = {"made_by": "Trainer", "arguments": known}
+        self.optimizer_settings: dict[str, Any] = {"made_by": "Trainer", "arguments": _plain(self._args, fields)}
         self._optimizer: Optimizer | None = None
         self._waits_for_metric, self._evaluated = False, dict[str, float]()
         self._let_go()
@@ -80,11 +79,15 @@ class TrainerTask(FromLoader):
         if purpose == "tune":
             kind, evaluates = (_value(getattr(self._args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
             self._waits_for_metric = kind == "reduce_lr_on_plateau"
-            by_epochs = not self._waits_for_metric or evaluates == "epoch"
+            self.asks_for_total_steps = not self._waits_for_metric
+            if self._waits_for_metric:
+                self.optimizer_settings["arguments"] |= _plain(self._args, _OF_EVALUATION)
             refusals |= {
                 "tune needs an eval_dataset": not self._evaluates,
                 "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": kind == "greedy",
-                f"lr_scheduler_type={kind} goes by epochs here; set eval_strategy='epoch'": not by_epochs,
+                f"lr_scheduler_type={kind} goes by epochs here; set eval_strategy='epoch'": (
+                    self._waits_for_metric and evaluates != "epoch"
+                ),
                 "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": (
                     self._has_scheduler
                 ),
@@ -215,6 +218,14 @@ def _ranks_of_its_own(arguments: Mapping[str, object]) -> dict[str, bool]:
         names[variable] = os.environ.get(variable, "").lower() in {"1", "true", "yes", "y", "t", "on"}
     instead = "leave it out and tune with --ranks N --strategy fsdp (as ZeRO-3) or ddp"
     return {f"its {name} is not taken over: {instead}": given for name, given in names.items()}
+
+
+def _plain(arguments: object, names: Iterable[str]) -> dict[str, bool | int | float | str]:
+    """Those of the arguments that are plain values, or a dict in JSON, as TrainingArguments takes it, too."""
+    given = {name: getattr(arguments, name, None) for name in names}
+    plain = {name: getattr(each, "value", each) for name, each in given.items()}
+    written = {name: json.dumps(each) if isinstance(each, dict) else each for name, each in plain.items()}
+    return {name: each for name, each in written.items() if isinstance(each, bool | int | float | str)}
 
 
 def _value(argument: object) -> str:

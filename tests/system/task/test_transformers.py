@@ -233,6 +233,8 @@ class Summed(hf.Trainer):
         assert float(trained(task).model.classifier.weight.detach().sum()) != 0
 
     def test_a_schedule_on_a_plateau_waits_for_the_metric_of_the_best_model(self, trainer_task):
+        import transformers
+
         task = trainer_task(
             "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch', metric_for_best_model='accuracy',"
             "lr_scheduler_kwargs={'patience': 0, 'factor': 0.5, 'eps': 0, 'mode': 'max'}"
@@ -240,11 +242,19 @@ class Summed(hf.Trainer):
         task.require("tune")
         trainer = trained(task, learning_rate=1e-9, total_steps=100)
         (plateau,) = trainer.on_plateau
+        assert not task.has_horizon
         found = task.evaluate(trainer.model)
         assert plateau.watched(3.0) == found["eval_accuracy"]
         for _ in range(2):
             plateau.end_epoch(plateau.watched(3.0))
         assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.5e-9)
+        written = task.adapted.optimizer_settings["arguments"]
+        about = ("lr_scheduler_type", "lr_scheduler_kwargs", "eval_strategy", "metric_for_best_model")
+        exported = transformers.TrainingArguments(
+            output_dir="out", report_to=[], use_cpu=True, **{name: written[name] for name in about}
+        )
+        assert exported.lr_scheduler_kwargs == {"patience": 0, "factor": 0.5, "eps": 0, "mode": "max"}
+        assert (exported.eval_strategy, exported.metric_for_best_model) == ("epoch", "accuracy")
 
     def test_a_metric_that_is_not_evaluated_is_no_metric_of_the_best_model(self, trainer_task):
         arguments = "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch', metric_for_best_model='f1'"

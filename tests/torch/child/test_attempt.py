@@ -287,6 +287,32 @@ class TestAsInAProcessOfTheUsers:
         assert {length for length, _ in trained} == {WIDTH}  # the largest, where they are unlike
         assert (trained[0] == (WIDTH, 25)) == (loads and len(lengths) == 1)
 
+    @pytest.mark.parametrize("lengths", [{WIDTH}, {WIDTH - 1, WIDTH}], ids=["alike", "unlike"])
+    def test_no_batch_is_held_beside_that_of_a_step(self, wide, lengths):
+        made, held = weakref.WeakSet(), []
+
+        class Data(Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, place):
+                return torch.full((min(lengths) if place % 7 else max(lengths),), float(place))
+
+        def loss(model, batch):
+            held.append(len(made))
+            time.sleep(0.02)  # so that there is time to load the next
+            return model(nn.functional.pad(batch, (0, WIDTH - batch.shape[1]))).square().mean()
+
+        def collate(samples):
+            batch = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+            made.add(batch)
+            return batch
+
+        task = wide(make_batch=None, train_dataset=Data, collate=collate, compute_loss=loss)
+        task.find_worst_samples()
+        tried(task, HostMemory(), batch_size=25, steps=8, precision="fp32")
+        assert set(held) == {1}
+
     def test_a_stream_that_can_be_read_but_once_trains_on_what_was_seen(self, wide):
         class Once(IterableDataset):
             samples = iter(torch.ones(40, WIDTH))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchtune.child import training_run as loop
+from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.trainer import NonFiniteLossError
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
 from batchtune.device import _base, energy
@@ -45,6 +46,14 @@ class Clock:
         return self.now
 
 
+def plateau(optimizer, watched=None):
+    """A schedule on a plateau; `watched` are the values that it is stepped with."""
+    made = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    if watched is not None:
+        made.step = watched.append
+    return made
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -59,7 +68,14 @@ def run(clock, linear_task, fake_device):
     """Runs to the end: the points, and how it ended. Evaluating takes `evaluation_seconds`."""
 
     def to_the_end(
-        spec, *, go_on=lambda _point: True, evaluation_seconds=0.125, slow=None, joules=lambda: None, **functions
+        spec,
+        *,
+        go_on=lambda _point: True,
+        evaluation_seconds=0.125,
+        slow=None,
+        joules=lambda: None,
+        ranks=ALONE,
+        **functions,
     ):
         own_loss = functions.pop("compute_loss", linear_task().source.compute_loss)
         steps = itertools.count()
@@ -72,7 +88,7 @@ def run(clock, linear_task, fake_device):
             return own_loss(model, batch)
 
         task = linear_task(compute_loss=compute_loss, **functions)
-        running, points = train(task, fake_device(), spec, joules), []
+        running, points = train(task, fake_device(), spec, joules, ranks), []
         try:
             points.append(next(running))
             while True:
@@ -352,12 +368,33 @@ class TestTime:
         own = {"build_scheduler": build_scheduler, "evaluate": lambda _model: 1.0}
         done = run(dataclasses.replace(spec, accumulation_steps=accumulation_steps), **own)
         samples = micro_batch_size * accumulation_steps
-        assert [point.samples for point in done.points] == [0, *(64 * n + samples for n in range(1, 10)), 640]
+        assert [point.samples for point in done.points] == [0, 640]  # those of epochs are for the schedule alone
         assert rates.count(0.05) * samples == 3 * 64 + samples
         assert rates.count(0.05 * 0.1) * samples == 2 * 64
 
-    def test_without_a_schedule_on_a_plateau_an_epoch_ends_without_an_evaluation(self, run):
-        assert [point.samples for point in run(spec_of(limit_seconds=5.0, evaluate_every=100.0)).points] == [0, 640]
+    def test_a_target_that_is_met_at_the_end_of_an_epoch_ends_the_run_there(self, run):
+        values = iter([3.0, 2.0, 1.0])
+        own = {"evaluate": lambda _model: next(values), "build_scheduler": lambda optimizer, _steps: plateau(optimizer)}
+        done = run(spec_of(limit_seconds=5.0, evaluate_every=100.0, target=1.5), **own)
+        assert done.outcome == "reached"
+        assert [point.samples for point in done.points] == [0, 2 * 64 + 8]
+
+    def test_points_of_the_curve_come_when_they_are_due_whatever_a_schedule_waits_for(self, run):
+        own = {"evaluate": lambda _model: 1.0, "build_scheduler": lambda optimizer, _steps: plateau(optimizer)}
+        done = run(spec_of(limit_seconds=5.0, evaluate_every=1.25), **own)
+        assert [point.seconds for point in done.points] == [0, 1.25, 2.5, 3.75, 5]
+
+    def test_an_epoch_is_over_once_it_is_for_all_ranks(self, run):
+        class BesideLongerEpochs(Ranks):
+            def together(self, how, value):
+                return value * 2 // 3 if isinstance(value, int) and how == "min" else value
+
+        own, watched = {"evaluate": lambda _model: 1.0}, []
+        own["build_scheduler"] = lambda optimizer, _steps: plateau(optimizer, watched)
+        run(spec_of(limit_seconds=5.0, evaluate_every=100.0), **own)
+        alone, watched[:] = len(watched), []
+        run(spec_of(limit_seconds=5.0, evaluate_every=100.0), ranks=BesideLongerEpochs(), **own)
+        assert (alone, len(watched)) == (9, 6)
 
     def test_a_run_that_goes_on_beyond_its_horizon_leaves_the_scheduler_at_its_end(self, run):
         def one_cycle(optimizer, total_steps):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import weakref
 from collections import namedtuple
 from itertools import islice
 from types import SimpleNamespace
@@ -214,6 +215,29 @@ class TestBatchesOfTheUsersOwn:
         """A text cut into columns, read row by row."""
         columns = torch.arange(60).reshape(batch_size, -1)
         return [columns[:, at : at + 2] for at in range(0, columns.shape[1], 2)]
+
+    def test_an_epoch_is_over_before_the_next_is_made(self, linear_task):
+        alive = weakref.WeakSet()
+
+        class Epoch:
+            def __init__(self):
+                assert not alive
+                alive.add(self)
+                self.left = iter([torch.zeros(4, 1)] * 2)
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                return next(self.left)
+
+        class Loader:
+            def __iter__(self):
+                return Epoch()
+
+        batches = TrainingBatches(linear_task(train_loader=lambda _size: Loader()), 4, 0)
+        assert len([next(batches) for _ in range(6)]) == 6
+        assert batches.epoch == 2
 
     def test_a_loader_keeps_its_order_and_starts_again(self, linear_task):
         task = linear_task(train_loader=self.loader)
