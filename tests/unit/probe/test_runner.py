@@ -517,12 +517,13 @@ class TestCaps:
         assert found.max_batch_size == 800
         assert sum(size > 800 for _, size, *_ in worker.log) <= ("most_samples" in cap)
 
-    @pytest.mark.timeout(60)
+    @pytest.mark.timeout(20)
     def test_the_end_of_an_epoch_that_only_the_room_that_is_left_leads_to_is_met_once(self):
-        worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(5000), limit=2000, most_samples=1100))
-        found = probe(worker, throughput=False).run()
-        assert (found.max_batch_size, found.limited_by) == (1100, "dataset")
-        assert sum(size > 1100 for _, size, *_ in worker.log) == 1
+        checked = up_to(1500, "user_error")
+        worker = ScriptedWorker(up_to(1000), checked, limit=2000, worn_bytes=1000, most_samples=1500)
+        found = probe(on_a_cpu(worker), throughput=False).run()
+        assert (found.max_batch_size, found.limited_by) == (1500, "dataset")
+        assert sum(size > 1500 for _, size, *_ in worker.log) == 1
 
     def test_an_epoch_with_too_few_samples_for_the_least_size_is_refused(self):
         worker = ScriptedWorker(lambda _: "user_error", most_samples=37)
