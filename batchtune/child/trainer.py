@@ -107,9 +107,6 @@ class TrainingBatches(Iterator[object]):
 
     They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
 
-    Attributes:
-        epoch: the number of the one that the last batch is of, from 0.
-
     Args:
         task: the user's code.
         micro_batch_size: what a batch counts for: its samples, or its tokens in the mean.
@@ -129,7 +126,8 @@ class TrainingBatches(Iterator[object]):
         length_batches: LengthBatches = (),
     ) -> None:
         self._task, self._size, self._seed, self._ranks = task, micro_batch_size, seed, ranks
-        self.samples = self.epoch = 0
+        self.samples = self._epochs_ended = 0
+        self._ahead: list[object] = []
         self._loader: DataLoader[object] | None = None
         if length_batches:
             self._loader = loader_by_length(task, length_batches, seed)
@@ -139,7 +137,7 @@ class TrainingBatches(Iterator[object]):
 
     def __next__(self) -> object:
         try:
-            batch = next(self._batches)
+            batch = self._ahead.pop() if self._ahead else next(self._batches)
         except StopIteration:
             which = "train_dataset" if self._loader is not None else "train_loader"
             text = f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
@@ -147,8 +145,14 @@ class TrainingBatches(Iterator[object]):
         self.samples += self._task.samples_in(batch, self._size)
         return batch
 
+    def epochs_ended(self) -> int:
+        """How many epochs are over; the next batch is loaded for that."""
+        if not self._ahead:
+            self._ahead += itertools.islice(self._batches, 1)
+        return self._epochs_ended
+
     def _epoch(self, number: int) -> Iterable[object]:
-        self.epoch = number
+        self._epochs_ended = number
         if self._loader is not None:
             return self._loader
         return own_batches(self._task.loader(self._size), self._seed + number, self._ranks)

@@ -99,7 +99,7 @@ def train(
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
     however soon its run is to end: at equal training time all are equally far in their schedules. One on a plateau goes
-    by epochs instead, and is told the metric once the next has begun, whatever evaluating takes.
+    by epochs instead, each of which is evaluated, whatever that takes.
     """
     ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
@@ -249,8 +249,8 @@ class _Run:
         return finite
 
     def _epoch_is_over(self) -> bool:
-        """Whether a scheduler waits for an evaluation, since all ranks have begun another epoch."""
-        return bool(self.trainer.on_plateau) and self._ranks.together("min", self._batches.epoch) > self._epoch
+        """Whether a scheduler waits for an evaluation, since an epoch has ended on all ranks."""
+        return bool(self.trainer.on_plateau) and self._ranks.together("min", self._batches.epochs_ended()) > self._epoch
 
     def _seconds_until_due(self) -> float:
         """What is left until the curve's next point, which is to be there when the run's time on the clock is over."""

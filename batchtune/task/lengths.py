@@ -220,10 +220,10 @@ def _by_edge(lengths: Iterable[Length], edges: Sequence[Length]) -> list[list[Le
         found[next(edge for edge in edges if covers(edge, length))].append(length)
     for number, (edge, some) in enumerate(found.items()):
         if not some:
-            before = f" and longer than {length_text(edges[number - 1])}" if number else ""
-            raise UsageError(
-                f"--lengths {length_text(edge)}: no sample of train_dataset is as short{before}: leave it out"
+            none = (
+                f"is longer than {length_text(edges[number - 1])} and no longer than that" if number else "is as short"
             )
+            raise UsageError(f"--lengths {length_text(edge)}: no sample of train_dataset {none}: leave it out")
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.adapting.plateau import OnPlateau
-from batchtune.task.lengths import TaskLengths, offers, reads
+from batchtune.task.lengths import TaskLengths, offers, reads, takes
 from batchtune.vocabulary import Goal, together
 
 STEPS_PER_EPOCH = "steps_per_epoch"
@@ -173,8 +173,11 @@ class TaskOptimizers(TaskLengths):
         made = several(build(optimizers.given, total_steps, **told))
         found = [OnPlateau(each) if isinstance(each, ReduceLROnPlateau) else each for each in made if each is not None]
         for each in found:
-            if not hasattr(each, "step"):
-                raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, which has no step()")
+            if not hasattr(each, "step") or not takes(each.step, 0):
+                what = f"the class {each.__name__}" if isinstance(each, type) else kind_of(each)
+                raise UserCodeError(
+                    f"{self.where}: build_scheduler returned {what}, which has no step() without arguments"
+                )
             if isinstance(each, OnPlateau) and self.train_size() is None and not self.has("train_loader"):
                 why = "waits for the end of an epoch, and train_dataset has no length; use one by steps"
                 raise UserCodeError(f"{self.where}: ReduceLROnPlateau {why}")
@@ -188,7 +191,7 @@ class TaskOptimizers(TaskLengths):
         return reads(self.source.build_scheduler, 1) if self.adapted is None else self.adapted.asks_for_total_steps
 
     def look_at_schedule(
-        self, model: nn.Module, optimizers: Optimizers, goal: Goal | None = None
+        self, model: nn.Module, optimizers: Optimizers, metric: str | None = None, goal: Goal | None = None
     ) -> tuple[str | None, list[str]]:
         """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.
 
@@ -196,7 +199,7 @@ class TaskOptimizers(TaskLengths):
 
         Raises:
             UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is; or
-                one waits for a metric to fall whose `goal` is to rise, or the other way about.
+                one waits for the study's metric to fall whose `goal` is to rise, or the other way about.
         """
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         names = together(name for each in schedulers for name in getattr(each, "names", [type(each).__name__]))
@@ -206,7 +209,7 @@ class TaskOptimizers(TaskLengths):
             if goal is not None and isinstance(each, OnPlateau) and each.scheduler.mode != goal[:3]:
                 raise UserCodeError(
                     f"{self.where}: ReduceLROnPlateau(mode='{each.scheduler.mode}') is stepped with objective.metric, "
-                    f"which the study is to {goal}; use mode='{goal[:3]}'"
+                    f"and the study is to {goal} {metric}: use mode='{goal[:3]}', or the metric that it is to wait for"
                 )
         rates = _scheduled(schedulers, optimizers)
         if self._are_alike_at_another_rate(model, given, rates):

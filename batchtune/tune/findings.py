@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from batchtune.config.schema import Config, Objective
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Environment, Prior, ProbeResult, Recommendation, Target, Trial
+from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
 from batchtune.tune.plan.space import rates_to_search
 from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
@@ -85,6 +86,18 @@ def goal_warnings(objective: Objective) -> list[str]:
         return []
     text = f"{objective.metric} is minimized, since objective.goal is not set"
     return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
+
+
+def schedule_warnings(opened: Opened, trials: Sequence[Trial]) -> list[str]:
+    """One where the schedule waits for the end of an epoch, and no run has come to one."""
+    scheduler, size = opened.optimizer_settings.scheduler, opened.train_size
+    ran = [trial for trial in trials if trial.curve]
+    if not ran or size is None or "ReduceLROnPlateau" not in (scheduler or ""):
+        return []
+    if any(trial.curve[-1].samples + trial.batch_size > size for trial in ran):
+        return []
+    text = f"no run came to the end of an epoch ({size:,} samples), where ReduceLROnPlateau changes the learning rate"
+    return [f"{text}: they tell nothing of it; raise budget.run"]
 
 
 def bound_warnings(config: Config, found: Recommendation | None) -> list[str]:

@@ -101,7 +101,8 @@ def precisions(probes: Sequence[ProbeResult], chosen: ProbeResult | None) -> Tab
         shares("MFU", [point.mfu if point else None for point in best], spare=4),
     ]
     marked = [row for row, probe in enumerate(probes) if chosen is not None and probe.precision == chosen.precision]
-    return Table("precisions compared, each at its best speed", columns, marked=marked, summary=True)
+    title = "precisions compared" + (", each at its best speed" if any(best) else "")
+    return Table(title, columns, marked=marked, summary=True)
 
 
 def throughput(probe: ProbeResult) -> Table:

@@ -278,8 +278,9 @@ def _batch_lines(ran: Ran) -> list[str]:
         ]
     if tokens:
         return [f"# batches of any samples, as today: {tokens}"]
-    largest = f"  # {found.reason}" if ran.result.recommendation is None else ""
-    return [*several, f"batch_size = {found.micro_batch_size}{largest}{'  # of each rank' if several else ''}"]
+    said = [found.reason or ""] if ran.result.recommendation is None else []
+    comment = ", ".join(filter(None, [*said, "of each rank" if several else ""]))
+    return [*several, f"batch_size = {found.micro_batch_size}" + (f"  # {comment}" if comment else "")]
 
 
 def launched(found: Recommendation, command: str) -> str:

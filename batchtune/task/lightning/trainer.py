@@ -191,7 +191,8 @@ class Logged:
         """What the last validation logged by this name; UsageError where there is no such thing."""
         if name not in self._validated:
             logged = ", ".join(self._validated) or "nothing"
-            raise UsageError(f"{self._where}: ReduceLROnPlateau monitors '{name}'; validation logs {logged}")
+            text = f"ReduceLROnPlateau monitors '{name}', which validation does not log; monitor one of {logged}"
+            raise UsageError(f"{self._where}: {text}")
         return self._validated[name]
 
     def end_training_epoch(self) -> None:

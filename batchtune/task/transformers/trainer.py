@@ -188,7 +188,8 @@ class TrainerTask(FromLoader):
                 trainer.accelerator._models.clear()  # noqa: SLF001
         numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
         if self._waits_for_metric and self._best_metric not in numbers:
-            raise self.refused(f"metric_for_best_model is not among what it evaluates: {', '.join(numbers)}")
+            what = f"metric_for_best_model={self._args.metric_for_best_model}"
+            raise self.refused(f"{what} is not among what it evaluates: {', '.join(numbers)}")
         self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
 

@@ -47,7 +47,7 @@ def test_lengths_of_samples_are_chosen_and_their_distribution_is_told(quick_cli)
         (MADE_LENGTHS, ("--lengths", "8", "--inference"), 2, "--lengths: not with --inference"),
         (MADE_LENGTHS, ("--lengths", "8", "--nproc-per-node", 2), 2, "--nproc-per-node 2: not with --lengths"),
         (SAMPLES, ("--lengths", "4,8"), 2, "longer than the longest, 8: add"),
-        (SAMPLES, ("--lengths", "17,20,30"), 2, "--lengths 20: no sample of train_dataset is as short"),
+        (SAMPLES, ("--lengths", "17,20,30"), 2, "--lengths 20: no sample of train_dataset is longer than 17"),
         (SAMPLES.replace("len(sample)", "'long'"), ("--lengths", "auto"), 3, "sample_length returned a str, long, for"),
     ],
 )

@@ -260,7 +260,7 @@ class Summed(hf.Trainer):
         arguments = "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch', metric_for_best_model='f1'"
         task = trainer_task(arguments)
         task.require("tune")
-        with pytest.raises(UsageError, match="metric_for_best_model is not among what it evaluates: eval_loss"):
+        with pytest.raises(UsageError, match="metric_for_best_model=f1 is not among what it evaluates: eval_loss"):
             task.evaluate(task.model())
 
 

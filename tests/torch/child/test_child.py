@@ -208,7 +208,7 @@ def test_a_plateau_of_the_other_direction_is_told_before_the_study(done, opening
     Child(None).open(opening)
     opened = Child(None).open(opening.but(purpose="tune", goal="maximize"))
     assert opened.optimizer_settings.scheduler == "ReduceLROnPlateau"
-    words = r"\(mode='max'\) is stepped with objective.metric, which the study is to minimize; use mode='min'"
+    words = r"\(mode='max'\) is stepped with objective.metric, and the study is to minimize None: use mode='min', or"
     with pytest.raises(UserCodeError, match=words):
         Child(None).open(opening.but(purpose="tune", goal="minimize"))
 

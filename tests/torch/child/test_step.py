@@ -237,7 +237,8 @@ class TestBatchesOfTheUsersOwn:
 
         batches = TrainingBatches(linear_task(train_loader=lambda _size: Loader()), 4, 0)
         assert len([next(batches) for _ in range(6)]) == 6
-        assert batches.epoch == 2
+        assert batches.epochs_ended() == 3
+        assert len([next(batches) for _ in range(2)]) == 2
 
     def test_a_loader_keeps_its_order_and_starts_again(self, linear_task):
         task = linear_task(train_loader=self.loader)

@@ -149,7 +149,12 @@ class TestRequirements:
         (
             {"build_scheduler": lambda _optimizer, _steps: 3},
             lambda task: task.schedulers(Optimizers([]), 9),
-            r"build_scheduler returned an int, which has no step\(\)",
+            r"build_scheduler returned an int, which has no step\(\) without arguments",
+        ),
+        (
+            {"build_scheduler": lambda _optimizer, _steps: torch.optim.lr_scheduler.ReduceLROnPlateau},
+            lambda task: task.schedulers(Optimizers([]), 9),
+            r"build_scheduler returned the class ReduceLROnPlateau, which has no step\(\) without arguments",
         ),
         (
             {"build_scheduler": lambda optimizer, _steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},

@@ -168,7 +168,9 @@ class TestBadInput:
             of_samples(3, 9, 40).find_lengths((8, 32))
 
     def test_a_length_of_which_there_is_no_sample_is_named(self):
-        with pytest.raises(UsageError, match="--lengths 16: no sample of train_dataset is as short and longer than 8"):
+        with pytest.raises(
+            UsageError, match="--lengths 16: no sample of train_dataset is longer than 8 and no longer than that: leave"
+        ):
             of_samples(3, 30).find_lengths((8, 16, 32))
 
     def test_a_task_that_knows_no_length_says_what_to_write(self):

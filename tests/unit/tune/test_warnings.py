@@ -1,6 +1,7 @@
 import law
 import pytest
 from documents import choice
+from fakes import opened
 
 from batchtune.config.schema import Objective
 from batchtune.config.space import LearningRate
@@ -9,6 +10,7 @@ from batchtune.tune.findings import (
     baseline_warnings,
     bound_warnings,
     goal_warnings,
+    schedule_warnings,
     search_warnings,
     straggler_warnings,
     uneven_warnings,
@@ -61,6 +63,19 @@ def test_an_answer_at_the_end_of_what_was_searched_is_told(rates, rate, at):
     found = Recommendation.model_validate(choice(64, rate, 1.0, "the best"))
     warned = [each.partition(", so ")[2] for each in bound_warnings(config, found)]
     assert warned == ([f"move learning_rate.{at} and start over with --fresh"] if at else [])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "samples", "told"),
+    [("ReduceLROnPlateau", 900, True), ("ReduceLROnPlateau", 1000, False), ("StepLR", 900, False), (None, 900, False)],
+)
+def test_a_schedule_that_waits_for_an_epoch_which_no_run_came_to_the_end_of_is_told(scheduler, samples, told):
+    task = opened(train_size=1005, optimizer_settings={"scheduler": scheduler})
+    curve = [CurvePoint(seconds=1.0, samples=each, value=1.0) for each in (0, samples)]
+    ran = trial("baseline", "finished").model_copy(update={"curve": curve})
+    warned = [each.partition(":")[0] for each in schedule_warnings(task, [ran, trial("search", "oom")])]
+    words = "no run came to the end of an epoch (1,005 samples), where ReduceLROnPlateau changes the learning rate"
+    assert warned == [words] * told
 
 
 def trial(role, outcome):
