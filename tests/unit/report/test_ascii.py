@@ -1,7 +1,7 @@
 """Text for outputs that know few characters: as wide as before, and as telling."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -10,6 +10,7 @@ from batchtune.report.terminal import written_in
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "M", "Zl", "Zp"], max_codepoint=0xFFFF))
 
 
+@settings(deadline=None)
 @given(PRINTABLE, st.sampled_from(["ascii", "cp1252", "latin-1", "utf-8"]))
 def test_whatever_the_text_it_can_be_written_and_is_as_wide_as_before(text, encoding):
     written = written_in(encoding, text)

@@ -5,7 +5,7 @@ import json
 import documents
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.errors import UsageError
@@ -60,6 +60,7 @@ def fits(tokens, batches):
     )
 
 
+@settings(deadline=None)
 @given(FRONTIERS)
 def test_the_most_tokens_are_safe_at_every_length_and_more_would_not_be(batches):
     tokens = most_tokens(batches)

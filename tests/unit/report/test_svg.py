@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import documents
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchtune.report.svg import chart
@@ -74,6 +74,7 @@ def test_a_logarithmic_axis_has_round_ticks(low, high, ticks):
 
 
 @example(points=[(0.0, -1.7e308)], log=False, from_zero=True)
+@settings(deadline=None)
 @given(
     points=st.lists(st.tuples(st.floats(), st.floats()), min_size=1, max_size=9),
     log=st.booleans(),

@@ -1,7 +1,7 @@
 """Figures of characters: signs where the numbers are, labels that fit, and never a line wider than asked."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchtune.report.text_figures import MIN_WIDTH, draw
@@ -39,6 +39,7 @@ def places(lines, sign):
     logs=(False, False),
     from_zero=False,
 )
+@settings(deadline=None)
 @given(
     layers=ANY_LAYERS,
     width=st.integers(MIN_WIDTH, 150),
@@ -62,6 +63,7 @@ def test_what_has_no_name_has_no_line_of_its_own_in_a_full_legend():
         assert "" not in [line.strip() for line in lines], width
 
 
+@settings(deadline=None)
 @given(points=POINTS, width=st.integers(30, 120))
 def test_every_point_has_its_sign_unless_another_took_its_cell(points, width):
     lines = drawn(Series("fit", "", points), width=width)
