@@ -177,6 +177,9 @@ class Trainer:
         samples_per_step: of the optimizer steps to come, for schedulers and adapters that may ask; None: not known.
         gradient_clipping: before the optimizers' steps; None: what the task does by itself.
         activation_checkpointing: whether it is asked of the user's `build_model`; None: as the task was opened.
+
+    Attributes:
+        on_plateau: the schedulers that are stepped at the end of an epoch.
     """
 
     def __init__(
@@ -209,6 +212,7 @@ class Trainer:
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
         self.schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
+        self.on_plateau = [each for each in self.schedulers if isinstance(each, OnPlateau)]
         self._due_schedulers = itertools.repeat(self.schedulers, total_steps or 0)  # some raise when stepped on
         clipping = gradient_clipping or task.gradient_clipping
         self._clip_for = functools.partial(clip, self.model, clipping, adapted, self.precision.scaler)
@@ -283,11 +287,6 @@ class Trainer:
             self.optimizers.zero_grad()
         for scheduler in next(self._due_schedulers, []):
             scheduler.step()
-
-    @property
-    def on_plateau(self) -> list[OnPlateau]:
-        """The schedulers that are stepped at the end of an epoch."""
-        return [each for each in self.schedulers if isinstance(each, OnPlateau)]
 
     def step_the_others(self) -> None:
         """Steps the optimizers that a task's own train_step has left out so far, as it will when their turn comes."""

@@ -30,6 +30,9 @@ def make_batch(size):
 def compute_loss(model, batch):
     return model(batch).square().mean()
 """
+DEEP = TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(").replace(
+    "4096, 1024))", "4096, 1024)) for _ in range(4)])"
+)
 
 
 @dataclass
@@ -78,11 +81,7 @@ def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path
 
 def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
     path = tmp_path / "deep.py"
-    path.write_text(
-        TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
-        .replace("4096, 1024))", "4096, 1024)) for _ in range(4)])")
-        .replace("(size, 64, 1024)", "(size, 16384, 1024)")
-    )
+    path.write_text(DEEP.replace("(size, 64, 1024)", "(size, 16384, 1024)"))
     (found,) = estimate_task(EstimateMemory(task=str(path)), [Gpu(capacity_bytes=2500 * MIB)], ["fp32"]).estimates
     assert found.max_batch_size == 0
     (note,) = [note for note in found.notes if note.startswith("would fit with ")]
@@ -92,10 +91,7 @@ def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
 def test_what_would_make_the_longest_inputs_fit_is_traced_with_batches_of_that_length(tmp_path):
     path = tmp_path / "long.py"
     path.write_text(
-        TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
-        .replace("4096, 1024))", "4096, 1024)) for _ in range(4)])")
-        .replace("make_batch(size)", "make_batch(size, length)")
-        .replace("(size, 64, 1024)", "(size, length, 1024)")
+        DEEP.replace("make_batch(size)", "make_batch(size, length)").replace("(size, 64, 1024)", "(size, length, 1024)")
     )
     question = EstimateMemory(task=str(path), lengths=(16384,))
     (found,) = estimate_task(question, [Gpu(capacity_bytes=2500 * MIB)], ["fp32"], timeout=240.0).estimates
