@@ -1,4 +1,4 @@
-"""How fast a batch size trains, how fast batches come, and the floating-point operations of a step."""
+"""How fast a batch size trains, how fast batches come, the clock of a run, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing, nullcontext
 
@@ -21,7 +21,6 @@ from batchtune.child.evaluate import Inference
 from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.trainer import Trainer, move, training_loader, without_end
-from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import SETTLING_STEPS, DeviceMemory
 from batchtune.device.host import BUSY, waited_seconds, watching_others
 from batchtune.device.nvml import Sensors
@@ -29,10 +28,47 @@ from batchtune.document import LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
 from batchtune.task.contract import Task
 
+SLOWED = 1.5  # a stretch this much slower than the usual pace was held up by something else on the machine
+HELD_UP = 0.05  # of a stretch spent waiting for a processor: whatever is slower in it is put down to that
+_REMEMBERED = 200  # stretches
 _FORWARD: Callable[..., int] = flop_counter.sdpa_flop_count
 _BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _PRECISION = 0.01  # standard error of a median step, as a share of it, that is small enough
 _LOOK_SECONDS, _LEAST_STEPS = 0.25, 16  # between two looks whether it is: a slow spell of the machine lasts as long
+
+
+class StepClock:
+    """Adds up training seconds; stretches that something else slowed down count at the usual pace.
+
+    That is the lower quartile of the latest stretches, or `most_step_seconds`, which other runs had, where it is less.
+    """
+
+    def __init__(self, most_step_seconds: float | None = None) -> None:
+        self.seconds = 0.0
+        self.measured_seconds = 0.0
+        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
+        self._most = most_step_seconds or float("inf")
+
+    @property
+    def step_seconds(self) -> float:
+        """The usual pace: seconds of an optimizer step."""
+        paces = sorted(self._paces)
+        return min(paces[len(paces) // 4] if paces else float("inf"), self._most)
+
+    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> float:
+        """Learns from a stretch that is not counted, such as warm-up; returns what of it was one's own."""
+        own = seconds
+        if waited_seconds > HELD_UP * seconds:
+            own -= min(waited_seconds, 0.95 * seconds)  # the kernel's figures come late at times
+        self._paces.append(own / steps)
+        return own
+
+    def add(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> None:
+        """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor."""
+        own = self.see(steps, seconds, waited_seconds)
+        self.measured_seconds += seconds
+        slowest = SLOWED if own == seconds else 1.0
+        self.seconds += min(own, steps * slowest * self.step_seconds)
 
 
 class StepTimes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 
 from batchtune.child.evaluate import fitting_metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.ranks.parallel import own_seconds, straggler
+from batchtune.child.timing import StepClock
 from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
 from batchtune.device.energy import Energy
@@ -18,45 +18,6 @@ from batchtune.document import CurvePoint
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunEnd, RunSpec
 from batchtune.task.contract import Task
-
-SLOWED = 1.5  # a stretch this much slower than the usual pace was held up by something else on the machine
-HELD_UP = 0.05  # of a stretch spent waiting for a processor: whatever is slower in it is put down to that
-_REMEMBERED = 200  # stretches
-
-
-class StepClock:
-    """Adds up training seconds; stretches that something else slowed down count at the usual pace.
-
-    That is the lower quartile of the latest stretches, or `most_step_seconds`, which other runs had, where it is less.
-    """
-
-    def __init__(self, most_step_seconds: float | None = None) -> None:
-        self.seconds = 0.0
-        self.measured_seconds = 0.0
-        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
-        self._most = most_step_seconds or float("inf")
-
-    @property
-    def step_seconds(self) -> float:
-        """The usual pace: seconds of an optimizer step."""
-        paces = sorted(self._paces)
-        return min(paces[len(paces) // 4] if paces else float("inf"), self._most)
-
-    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> float:
-        """Learns from a stretch that is not counted, such as warm-up; returns what of it was one's own."""
-        own = seconds
-        if waited_seconds > HELD_UP * seconds:
-            own -= min(waited_seconds, 0.95 * seconds)  # the kernel's figures come late at times
-        self._paces.append(own / steps)
-        return own
-
-    def add(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> None:
-        """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor."""
-        own = self.see(steps, seconds, waited_seconds)
-        self.measured_seconds += seconds
-        slowest = SLOWED if own == seconds else 1.0
-        self.seconds += min(own, steps * slowest * self.step_seconds)
-
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time

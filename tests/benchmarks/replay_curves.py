@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from batchtune.child.timing import StepClock
 from batchtune.child.training_run import (
     MOST_WAITING,
     WORSE_BY,
     WORSE_LOOKS,
     WORSE_SHARE,
     RunSpec,
-    StepClock,
     next_evaluation,
 )
 from batchtune.document import CurvePoint

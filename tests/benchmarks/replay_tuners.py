@@ -22,7 +22,7 @@ from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, SLOWER_BY_EACH,
 from replay_tasks import TASKS
 
 from batchtune.child.before_study import Edge
-from batchtune.child.training_run import RunSpec, StepClock
+from batchtune.child.timing import StepClock
 from batchtune.config.probe import SECONDS_PER_POINT
 from batchtune.config.schema import Baseline, Budget, Config, Objective
 from batchtune.config.space import BatchSize, LearningRate
@@ -31,7 +31,7 @@ from batchtune.observer import Observer
 from batchtune.probe.timing.steps import fit_step_time, measure_curve, sizes_to_time
 from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train
-from batchtune.protocol.messages import Command, RunEnd
+from batchtune.protocol.messages import Command, RunEnd, RunSpec
 from batchtune.tune.plan import measure_prior as tune_prepare
 from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, measure_prior
 from batchtune.tune.plan.space import Plan

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.child.training_run import SLOWED, StepClock
+from batchtune.child.timing import SLOWED, StepClock
 
 
 def test_steps_at_the_usual_pace_count_in_full():
