@@ -22,9 +22,9 @@ from batchtune.task.contract import Task
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
 MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
-WORSE_BY = 0.5  # of the metric before training: a GAN's, or that of a warm-up, is a little worse for a while
-WORSE_SHARE = 0.2  # of the limit: a run that is worse by more than that for so long has diverged…
-WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
+_WORSE_BY = 0.5  # of the metric before training: a GAN's, or that of a warm-up, is a little worse for a while
+_WORSE_SHARE = 0.2  # of the limit: a run that is worse by more than that for so long has diverged…
+_WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
 _WARM_UP_STEPS = 3
 _FEWEST_ROUNDS = 3  # of steps that are timed in turn
 _LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
@@ -38,6 +38,32 @@ def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) ->
     affordable = evaluation_seconds * (1 - EVALUATION_SHARE) / EVALUATION_SHARE
     gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, spec.limit_seconds / _LATE_EVALUATIONS))
     return min(spec.limit_seconds, seconds + gap)
+
+
+class Divergence:
+    """Whether a run is far worse than before training, for so long that it will hardly come back.
+
+    A run that has come half-way back from its worst has as long again: BatchNorm's running statistics trail the
+    weights, so that the validation loss of a run that trains well may be a hundred times that before training at first.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._sign, self._patience = (1 if spec.goal == "minimize" else -1), _WORSE_SHARE * spec.limit_seconds
+        self._start: float | None = None
+        self._worst, self._since, self._looks = 0.0, 0.0, 0
+
+    def shows(self, value: float, seconds: float) -> bool:
+        """Whether the metric, as it is after so much training, shows that the run has diverged."""
+        value = self._sign * value
+        if not math.isfinite(value):
+            return True
+        self._start = value if self._start is None else self._start
+        worse = value - self._start - _WORSE_BY * abs(self._start)
+        if worse <= self._worst / 2:
+            self._worst, self._since, self._looks = max(0.0, worse), seconds, 0
+            return False
+        self._worst, self._looks = max(self._worst, worse), self._looks + 1
+        return self._looks >= _WORSE_LOOKS and seconds - self._since >= self._patience
 
 
 def train(
@@ -134,9 +160,7 @@ class _Run:
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
         self._due, self._epoch = 0.0, 0
-        self._start_value: float | None = None
-        self._worse_since: float | None = None
-        self._worse_looks = 0
+        self._divergence = Divergence(spec)
         self._energy = Energy(self._joules)
 
     def _joules(self) -> float | None:
@@ -185,7 +209,7 @@ class _Run:
         go_on = yield from self.tell(value)
         if spec.reached(value):
             return "reached"
-        if not math.isfinite(value) or self._worse_for_long(value):
+        if self._divergence.shows(value, clock.seconds):
             return "diverged"
         if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
             return "finished"
@@ -253,18 +277,6 @@ class _Run:
         )
         go_on = (yield point) if self._ranks.rank == 0 else False
         return bool(self._ranks.together("first", float(bool(go_on))))
-
-    def _worse_for_long(self, value: float) -> bool:
-        """Whether the run has been far worse than before training for so long that it will hardly come back."""
-        if self._start_value is None:
-            self._start_value = value
-        sign, now = (1 if self._spec.goal == "minimize" else -1), self._clock.seconds
-        if sign * value <= sign * self._start_value + WORSE_BY * abs(self._start_value):
-            self._worse_since, self._worse_looks = None, 0
-            return False
-        self._worse_since = now if self._worse_since is None else self._worse_since
-        self._worse_looks += 1
-        return self._worse_looks >= WORSE_LOOKS and now - self._worse_since >= WORSE_SHARE * self._spec.limit_seconds
 
 
 def _steps_until(seconds: float, step_seconds: float) -> int:

@@ -99,7 +99,8 @@ def caps(device: str) -> tuple[int, int]:
 
 
 def call(case: Case, method: str, *options: object, cap: float | None = None) -> tuple[list[dict[str, Any]], float]:
-    """What a fresh process told, and how long it lived; one that is stopped at the cap told less.
+    """What a fresh process told, and how long it lived; one that is stopped at the cap told less, one that could not
+    begin its error alone.
 
     Args:
         case: the task and its limit.
@@ -108,21 +109,25 @@ def call(case: Case, method: str, *options: object, cap: float | None = None) ->
         cap: seconds after which it is stopped; None: those of a method.
     """
     command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT
+    paths = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths} | ENVIRONMENT
     began = time.perf_counter()
     try:
         done = subprocess.run(
             [str(part) for part in command],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             timeout=cap or caps(case.device)[0],
             check=False,
         )
-        told = done.stdout
+        said, error = done.stdout, ""
+        if done.returncode == 1:
+            error = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired as stopped:
-        told = stopped.stdout or b""
-    return [json.loads(line) for line in told.splitlines() if line.endswith(b"}")], time.perf_counter() - began
+        said, error = stopped.stdout or b"", ""
+    told = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    return told or ([{"error": error}] if error else []), time.perf_counter() - began
 
 
 def search(case: Case, method: str, start: int, cap: float | None = None) -> Found:
@@ -145,7 +150,7 @@ def search(case: Case, method: str, start: int, cap: float | None = None) -> Fou
 def outcome(case: Case, size: int, steps: int) -> str:
     """What training at one size comes to in a fresh process."""
     told, seconds = call(case, "try", "--size", size, "--steps", steps, cap=caps(case.device)[1])
-    found: str = told[-1]["outcome"] if told else "died"
+    found: str = told[-1].get("outcome") or told[-1]["error"] if told else "died"
     print(f"{case.task}, {steps} steps at {size}: {seconds:.1f} s, {found}", file=sys.stderr, flush=True)
     return found
 

@@ -20,14 +20,7 @@ from typing import Any
 import numpy as np
 
 from batchtune.child.timing import StepClock
-from batchtune.child.training_run import (
-    MOST_WAITING,
-    WORSE_BY,
-    WORSE_LOOKS,
-    WORSE_SHARE,
-    RunSpec,
-    next_evaluation,
-)
+from batchtune.child.training_run import MOST_WAITING, Divergence, RunSpec, next_evaluation
 from batchtune.document import CurvePoint
 
 DATA = Path(__file__).parent / "data"
@@ -210,13 +203,12 @@ class Record:
         """The recorded run of a configuration, as `batchtune.child.training_run.train` would have yielded it."""
         run, stretch = self.run(spec.batch_size, spec.learning_rate, spec.seed)
         step_seconds, load = self.step_seconds(self.snapped(spec.batch_size)), load or Load()
-        steps, start, worse = 0, run.value(0.0), list[float]()
+        steps, divergence = 0, Divergence(spec)
         clock = StepClock(spec.most_step_seconds)
         for _ in range(WARM_UP_STEPS):  # those of the child are not counted, and the clock learns from them
             clock.see(1, *load.take(step_seconds))
         while True:
             value, seconds = run.value(steps / stretch), clock.seconds
-            worse = [*worse, seconds] if value > start + WORSE_BY * abs(start) else []
             measured = clock.measured_seconds if clock.measured_seconds > seconds else None
             go_on = yield CurvePoint(
                 seconds=seconds,
@@ -226,8 +218,7 @@ class Record:
             )
             if spec.reached(value):
                 return "reached"
-            lost = len(worse) >= WORSE_LOOKS and seconds - worse[0] >= WORSE_SHARE * spec.limit_seconds
-            if lost or not math.isfinite(value):
+            if divergence.shows(value, seconds):
                 return "diverged"
             if seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
                 return "finished"

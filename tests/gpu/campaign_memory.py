@@ -47,7 +47,7 @@ TRACED = (  # at three batch sizes each
 )
 SIDE_BY_SIDE = 7  # of 8 GiB at the most each
 LARGEST = TRACED[:4]  # bisected on the device, too
-COMPARED = (("Gpt2", 8), ("ResNet50", 24), ("WideContrastive", None))
+COMPARED = (("ResNet50", 24), ("Gpt2", 24), ("WideContrastive", None))
 LAST_OVERHEAD = "addresses of segments, in the order of their creation"
 PEER_SECONDS = 60  # in which a method ends, or is told as one that does not
 PEERS = ("batchtune", "Lightning binsearch", "Accelerate", "doubling + bisection")

@@ -21,10 +21,13 @@ class TimeToValuePruner(BasePruner):
 
     Trials report their metric at steps that are milliseconds of training, so that batch sizes compare; the study
     minimises the time to a target. Loss curves of different batch sizes and learning rates cross early, so nothing is
-    judged before `patience` of the best trial's time. As long as no trial has got there, a run ends where the second
-    half of its time has brought it less than 3 % further: its learning rate is too high. Where target and longest run
-    are known, it also has to be too slow for them, since a curve that has levelled off right above its target gets
-    there all the same: at the pace of that half, and curves only slow down, it would still be short at its end.
+    judged before `patience` of the best trial's time. What the best trial reached counts from when it got beyond it: a
+    validation loss that rises first, as it may with BatchNorm, does not end a run that the best one was like.
+
+    As long as no trial has got there, a run ends where the second half of its time has brought it less than 3 %
+    further: its learning rate is too high. Where target and longest run are known, it also has to be too slow for them,
+    since a curve that has levelled off right above its target gets there all the same: at the pace of that half, and
+    curves only slow down, it would still be short at its end.
 
     Args:
         goal: the direction of the reported metric.
@@ -88,7 +91,11 @@ class TimeToValuePruner(BasePruner):
         return min(timed, key=lambda pair: pair[0], default=None)
 
     def _behind(self, best: FrozenTrial, trial: FrozenTrial, taken: float) -> float:
-        reached = min(self._sign * value for value in trial.intermediate_values.values())
-        curve = [(step * self._step, self._sign * value) for step, value in sorted(best.intermediate_values.items())]
-        same = next((seconds for seconds, value in curve if value <= reached), None)
-        return 0.0 if same is None else taken / max(same, curve[0][0], MILLISECOND)
+        reached = min((value for _, value in self._curve(trial)), default=math.inf)
+        same = next((seconds for seconds, value in self._curve(best) if value < reached), None)
+        return 0.0 if same is None else taken / max(same, MILLISECOND)
+
+    def _curve(self, trial: FrozenTrial) -> list[tuple[float, float]]:
+        """Seconds and values, of less being better, without the value before training, which says nothing of it."""
+        reports = sorted(trial.intermediate_values.items())
+        return [(step * self._step, self._sign * value) for step, value in reports if step > 0]

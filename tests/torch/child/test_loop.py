@@ -248,6 +248,15 @@ class TestEndings:
         done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
         assert done.outcome == "finished"
 
+    def test_a_run_that_comes_back_half_way_from_its_worst_has_as_long_again(self, run):
+        """As a ResNet's validation loss, until the running statistics of its BatchNorm have followed."""
+        values = itertools.chain([3.5, 15.6, 95.2, 76.5, 42.9, 30.1, 20.6, 14.3, 10.1], itertools.repeat(0.02))
+        done = run(spec_of(metric="x", limit_seconds=20.0, target=0.035), evaluate=lambda _model: next(values))
+        assert done.outcome == "reached"
+        values = itertools.chain([3.5, 15.6, 95.2], itertools.repeat(60.0))
+        done = run(spec_of(metric="x", limit_seconds=20.0, target=0.035), evaluate=lambda _model: next(values))
+        assert (done.outcome, done.points[-1].seconds) == ("diverged", 5.0)
+
 
 @pytest.fixture
 def meter(clock):

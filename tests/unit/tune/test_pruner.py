@@ -1,5 +1,7 @@
 import optuna
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 
@@ -74,3 +76,26 @@ def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():
 def test_metrics_that_are_maximized_are_read_upwards(value, expected):
     study = study_with_best({0: 0.1, 1: 0.5, 4: 0.8, 8: 0.9}, 8.0, goal="maximize")
     assert pruned(study, {0: 0.1, 6: value}) is expected
+
+
+# of a ResNet: the running statistics of its BatchNorm trail the weights at first
+RISING_FIRST = {0: 3.5, 0.7: 39.0, 2.2: 114.8, 3.3: 24.1, 4.2: 17.2, 5.2: 66.6, 6: 5.0, 7: 0.2, 9: 0.02}
+
+
+def test_a_run_whose_loss_rises_first_as_that_of_the_best_did_goes_on():
+    study = study_with_best(RISING_FIRST, 9.0)
+    assert not pruned(study, {0: 3.5, 0.7: 5.7, 2.1: 36.4, 2.9: 53.5})
+    assert not pruned(study, {0: 3.6, 3: 4.0})
+    assert pruned(study, {0: 3.5, 8.5: 80000.0})
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.floats(-1e6, 1e6), min_size=1).map(
+        lambda curve: {second / 10: value for second, value in sorted(curve.items())}
+    ),
+    st.floats(0.1, 1.0),
+)
+def test_a_run_like_the_best_one_goes_on_whatever_its_curve(curve, share):
+    last = max(curve)
+    study = study_with_best(curve, max(last, 0.1))
+    assert not pruned(study, {second: value for second, value in curve.items() if second <= share * last})
