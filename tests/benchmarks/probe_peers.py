@@ -116,8 +116,7 @@ def call(case: Case, method: str, *options: object, cap: float | None = None) ->
         done = subprocess.run(
             [str(part) for part in command],
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=cap or caps(case.device)[0],
             check=False,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from optuna import Study
@@ -21,7 +22,7 @@ class TimeToValuePruner(BasePruner):
 
     Trials report their metric at steps that are milliseconds of training, so that batch sizes compare; the study
     minimises the time to a target. Loss curves of different batch sizes and learning rates cross early, so nothing is
-    judged before `patience` of the best trial's time. What the best trial reached counts from when it got beyond it: a
+    judged before `patience` of the best trial's time. What the best trial reached and lost again does not count: a
     validation loss that rises first, as it may with BatchNorm, does not end a run that the best one was like.
 
     As long as no trial has got there, a run ends where the second half of its time has brought it less than 3 %
@@ -92,8 +93,9 @@ class TimeToValuePruner(BasePruner):
 
     def _behind(self, best: FrozenTrial, trial: FrozenTrial, taken: float) -> float:
         reached = min((value for _, value in self._curve(trial)), default=math.inf)
-        same = next((seconds for seconds, value in self._curve(best) if value < reached), None)
-        return 0.0 if same is None else taken / max(same, MILLISECOND)
+        after = itertools.takewhile(lambda look: look[1] < reached, reversed(self._curve(best)))
+        same = min((seconds for seconds, _ in after), default=math.inf)
+        return taken / max(same, MILLISECOND)
 
     def _curve(self, trial: FrozenTrial) -> list[tuple[float, float]]:
         """Seconds and values, of less being better, without the value before training, which says nothing of it."""

@@ -136,7 +136,7 @@ class Confirmation:
         specs = tuple(parts.limits.spec(params, "confirm", parts.plan.config.seed) for params in planned)
         stretch = seconds / IN_TURN_ROUNDS / len(specs)
         command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
-        parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
+        parts.observer.note(f"the machine was not steady: the steps of {len(specs)} configurations are timed in turn")
         try:
             rounds = parts.pool.any_one(lambda worker: worker.call(command, timeout=LONG_SILENCE_SECONDS))
         except (WorkerDied, NodeLost, UserCodeError) as error:

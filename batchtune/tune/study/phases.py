@@ -154,7 +154,7 @@ class TuneStudy:
         trials = self._confirmation.as_timed_in_turn(records)
         found, baseline = recommend(trials, kind=objective.kind, goal=objective.goal, expected=self.belief.expected())
         if found is not None and trials != records:
-            reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was busy"
+            reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was not steady"
             found = found.model_copy(update={"reason": reason, "timed_in_turn": True})
         return self._with_unit(found), self._with_unit(baseline)
 

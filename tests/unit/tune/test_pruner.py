@@ -89,6 +89,12 @@ def test_a_run_whose_loss_rises_first_as_that_of_the_best_did_goes_on():
     assert pruned(study, {0: 3.5, 8.5: 80000.0})
 
 
+def test_what_the_best_lost_again_is_not_held_against_others():
+    dipping = {0: 3.5, 0.7: 3.05, 1.4: 4.9, 2.3: 43.7, 4: 20.0, 6: 2.0, 8.5: 0.03}
+    assert not pruned(study_with_best(dipping, 8.5), {0: 3.5, 0.7: 3.85, 1.4: 3.6, 2.8: 13.9})
+    assert pruned(study_with_best(dipping, 8.5), {0: 3.5, 17: 3.1})
+
+
 @given(
     st.dictionaries(st.integers(0, 99), st.floats(-1e6, 1e6), min_size=1).map(
         lambda curve: {second / 10: value for second, value in sorted(curve.items())}
