@@ -3,8 +3,9 @@
     python tests/benchmarks/convolution_workspaces.py                        # compares, writes results/convolutions.md
     python tests/benchmarks/convolution_workspaces.py --measure --seconds 60 # on a GPU, writes data/convolutions.json
 
-The convolutions are those of nine models of torchvision at 224 x 224, and a few of other kinds. Every one is called by
-itself, forward and for each gradient; its workspace is what was asked of the allocator at the peak beyond what stays.
+The convolutions are those of nine models of torchvision at 224 x 224 and a few of other kinds, 32 samples each; and
+narrow ones, transposed ones and ones in groups, of 32 to 512 samples. Every one is called by itself, forward and for
+each gradient; its workspace is what was asked of the allocator at the peak beyond what stays.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ MORE: tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...] = (
     (lambda: nn.Conv3d(3, 64, 3, padding=1), (3, 16, 56, 56)),
     (lambda: nn.Conv3d(64, 64, 3, padding=1), (64, 8, 28, 28)),
 )
-KINDS = (("tf32", "contiguous"), ("bf16", "contiguous"), ("bf16", "channels last"), ("fp32", "contiguous"))
+LAYOUTS = ("contiguous", "channels last")
+KINDS = (*itertools.product(("tf32", "bf16"), LAYOUTS), ("fp32", "contiguous"))
+BATCHES = (32, 128, 512)
+TRANSPOSED = ((32, 16, 2), (64, 32, 2), (128, 64, 2), (64, 3, 4), (64, 32, 4), (32, 3, 4))  # channels, results, kernel
+GROUPED = ((128, 32), (256, 32), (48, 2), (120, 5), (64, 64))  # channels and groups
+WIDE = ((3, 64), (64, 64), (64, 256), (256, 64), (128, 128), (512, 512))  # channels and results
 TYPES = {"tf32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = {"forward": None, "input": [True, False, False], "weight": [False, True, False]}
 SHARE, LEAST = 0.05, 1 << 20  # of what was measured, and bytes: so far off is right
@@ -83,6 +89,42 @@ def shapes() -> Iterator[Row]:
     yield from found
 
 
+def square(
+    channels: int, results: int, side: int, kernel: int, *, stride: int = 1, groups: int = 1, transposed: bool = False
+) -> Row:
+    """One of a square image; a transposed one without a border, or with one for a kernel of 4."""
+    padding = (kernel - 2) // 2 if transposed else kernel // 2
+    weights = [channels, results // groups] if transposed else [results, channels // groups]
+    row: Row = {"size": [channels, side, side], "filter": [*weights, kernel, kernel]}
+    pairs = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1]}
+    return row | pairs | {"groups": groups, "transposed": transposed}
+
+
+def more_jobs() -> Iterator[tuple[Row, str, str]]:
+    """Those of other batches than 32, too: shape with the batch, dtype and layout."""
+    product = itertools.product
+    for channels, results, side, batch in product(
+        (4, 16, 32, 64, 128), (8, 16, 32, 64), (14, 16, 28, 32, 56, 64), BATCHES
+    ):
+        yield {"batch": batch} | square(channels, results, side, 3), "tf32", "contiguous"
+    for channels, results, side, batch in product((16, 32, 64), (32, 64), (28, 32), BATCHES[::2]):
+        row = {"batch": batch}
+        yield row | square(channels, results, side, 5), "tf32", "contiguous"
+        yield row | square(channels, results, 2 * side, 3, stride=2), "tf32", "contiguous"
+        yield row | square(channels, results, side, 3), "bf16", "contiguous"
+    for shape, side, batch, dtype in product(TRANSPOSED, (16, 32), (32, 256), ("tf32", "bf16")):
+        channels, results, kernel = shape
+        row = square(channels, results, side, kernel, stride=2, transposed=True)
+        yield {"batch": batch} | row, dtype, "contiguous"
+    for (channels, groups), side, stride, dtype in product(GROUPED, (56, 28, 14), (1, 2), ("tf32", "bf16")):
+        row = square(channels, channels, side, 3, stride=stride, groups=groups)
+        for batch, layout in ((32, LAYOUTS[0]), (256, LAYOUTS[0]), (256, LAYOUTS[1])):
+            yield {"batch": batch} | row, dtype, layout
+    for (channels, results), side, kernel, batch in product(WIDE, (56, 14), (1, 3, 7), (32, 256)):
+        if kernel != 7 or channels == 3:
+            yield {"batch": batch} | square(channels, results, side, kernel), "tf32", "channels last"
+
+
 def beyond(work: Callable[[], object]) -> int:
     """Bytes asked of the allocator at the peak of some work, beyond what stays."""
     torch.cuda.synchronize()
@@ -114,15 +156,16 @@ def calls(row: Row, device: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 
 def measure(seconds: float) -> None:
     """As many as there is time for, in an order that spreads over all kinds."""
-    jobs = [(row, kind) for kind, row in itertools.product(KINDS, shapes())]
+    jobs = [({"batch": 32} | row, *kind) for kind, row in itertools.product(KINDS, shapes())]
+    jobs += more_jobs()
     random.Random(1).shuffle(jobs)
     end, rows = time.monotonic() + seconds, []
-    for shape, (dtype, layout) in jobs:
+    for shape, dtype, layout in jobs:
         if time.monotonic() > end:
             break
         if layout == "channels last" and len(shape["size"]) != 3:  # an image
             continue
-        row = {"batch": 32, **shape, "dtype": dtype, "layout": layout}
+        row = shape | {"dtype": dtype, "layout": layout}
         torch.backends.cudnn.allow_tf32 = dtype == "tf32"
         for name, operator, arguments in calls(row, "cuda"):
             row[name] = beyond(lambda: operator(*arguments))  # noqa: B023
@@ -156,22 +199,24 @@ def compare() -> None:
     text = [
         "# cuDNN's workspaces",
         "",
-        f"What convolutions of 32 samples took beside their results ({data['machine']}), and what the estimate",
-        "says of them. Right is what is off by 5 % or 1 MiB at most. Made by",
+        f"What convolutions of 32 to 512 samples took beside their results ({data['machine']}), and what the",
+        "estimate says of them. Right is what is off by 5 % or 1 MiB at most. Made by",
         "`python tests/benchmarks/convolution_workspaces.py`. fp32 is strict here, without TF32,",
         "which is not torch's default; the estimate takes it for TF32.",
         "",
-        "| computed in | layout | pass | right | measured, all together | estimated |",
-        "|---|---|---|---:|---:|---:|",
+        "| computed in | layout | groups | pass | right | measured, all together | estimated |",
+        "|---|---|---|---|---:|---:|---:|",
     ]
-    for (dtype, layout), name in itertools.product(KINDS, PASSES):
-        chosen = [(row, guess) for row, guess in rows if (row["dtype"], row["layout"]) == (dtype, layout)]
+    for (dtype, layout), grouped, name in itertools.product(KINDS, (False, True), PASSES):
+        kind = (dtype, layout, grouped)
+        chosen = [(row, guess) for row, guess in rows if (row["dtype"], row["layout"], row["groups"] > 1) == kind]
         right = sum(is_right(row, name, guess[name]) for row, guess in chosen)
         sums = [
             sum(each) / (1 << 30) for each in zip(*((row[name], guess[name]) for row, guess in chosen), strict=True)
         ]
+        of = "several" if grouped else "one"
         text.append(
-            f"| {dtype} | {layout} | {name} | {right} of {len(chosen)} | {sums[0]:.2f} GiB | {sums[1]:.2f} GiB |"
+            f"| {dtype} | {layout} | {of} | {name} | {right} of {len(chosen)} | {sums[0]:.2f} GiB | {sums[1]:.2f} GiB |"
         )
     RESULT.write_text("\n".join(text) + "\n")
     print("\n".join(text[6:]))

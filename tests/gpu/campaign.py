@@ -143,7 +143,7 @@ def run(name: str, folder: Path, limit: float, *, quick: bool) -> Row:
         record |= {"state": "failed", "error": said.rpartition("\n")[2] if code > 0 else f"signal {-code}", "end": said}
     elif code is None:
         state = "unfinished" if len(found) > known else "stopped"  # nothing new in all its time: not tried again
-        record |= {"state": state, "error": f"had {limit:.0f} s, {len(found)} rows are there"}
+        record |= {"state": state, "error": f"had {limit:.0f} s, {len(found)} rows are there", "end": said}
     if code is None and limit < PARTS[name].seconds:  # it had not what it needs
         record["state"] = "unfinished"
     if record["state"] != "unfinished":

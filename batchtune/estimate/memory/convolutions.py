@@ -23,8 +23,13 @@ aten = torch.ops.aten
 _INPUT, _WEIGHT, _BIAS = 0, 1, 2  # places of the gradients
 _LINE, _IMAGE = 3, 4  # dimensions with those of samples and channels
 _CHANNELS_BYTES = 16  # a multiple of which matrix units take
+_CHANNELS = 16  # a multiple of which each group has
 _SMALL_KERNEL = 4  # a side
 _NARROW = 64  # channels
+_FEW = (16, 32)  # channels
+_LEAST_SIDE, _MOST_SIDE = 14, 32  # of an image that is transformed
+_MANY = 64  # samples
+_COMPLEX = 8  # bytes
 
 
 def layout_of(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -120,32 +125,66 @@ def _workspaces(
 ) -> tuple[Block, Block, Block]:
     """What cuDNN takes for a convolution's result, and for the gradients of its input and weights.
 
-    For one in groups no rule was found. `result` is a shape, and the layout that of the image.
+    A transposed one is the gradient of a convolution from its result to its image. `result` is a shape, and the layout
+    that of the image.
     """
-    element, channels, kernel = image.element_size(), image.shape[1], max(weight.shape[2:])
-    is_last, is_pointwise = layout != torch.contiguous_format, kernel == max(stride) == 1
-    is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
+    element = image.element_size()
+    source, target = (result, image.shape) if transposed else (image.shape, result)
+
+    def block(size: Callable[..., int], *lengths: int) -> Block:
+        is_copied = groups == 1 or groups < source[1]  # nothing is for each channel by itself
+        return Block(lambda gpu, *found: size(*found) if is_copied and element in gpu.matrix_units else 0, lengths)
+
+    how = (element, groups, layout != torch.contiguous_format)
+    forward, inward, few, many = _sizes(source, target, weight, max(stride), *how)
+    passes = block(int, forward), block(int, inward)
+    by_size = block(lambda samples, few, many: many if samples >= _MANY else few, source[0], few, many)
+    return (*(reversed(passes) if transposed else passes), by_size)
+
+
+def _sizes(
+    source: Sequence[int], target: Sequence[int], weight: Tensor, stride: int, element: int, groups: int, is_last: bool
+) -> tuple[int, int, int, int]:
+    """Bytes for the result, the gradient of the input, and that of the weights of few and of many samples."""
+    kernel, sides = max(weight.shape[2:]), source[2:]
+    is_small, is_tf32 = kernel <= _SMALL_KERNEL, element == FLOAT and not is_last
 
     def copied(shape: Sequence[int]) -> int:
-        """Bytes of a copy whose channels are as many as matrix units take."""
-        return shape[0] * round_up(shape[1] * element, _CHANNELS_BYTES) * math.prod(shape[2:])
+        return shape[0] * _taken_for(shape[1], element, groups) * element * math.prod(shape[2:])
 
-    def block(*lengths: int) -> Block:
-        return Block(lambda gpu, *found: min(found) if element in gpu.matrix_units and groups == 1 else 0, lengths)
+    shapes = [source, target] if is_last or kernel == 1 or groups > 1 else [source, target, weight.shape]
+    odd = [each for each in shapes if _taken_for(each[1], element, groups) != each[1]]
+    forward = weights = copies = sum(map(copied, odd if is_last else shapes))
+    if source[1] * element < _CHANNELS_BYTES and (is_small or element == FLOAT):  # there are kernels for few channels
+        lying = 0 if is_small else element * (math.prod(source) + math.prod(target))
+        return (0 if stride >= kernel else lying, 0, lying, lying) if is_tf32 else (0, copies, copies, copies)
+    if kernel == stride == 1 and math.prod(sides) % 2 == 0:  # a product of matrices as they lie
+        least = min(copies, FLOAT * source[0] * weight.numel())  # sums of each sample
+        return 0, 0, least, least
+    if groups > 1 and element == FLOAT:  # as without the layout
+        weights = sum(map(copied, shapes))
+    if is_tf32 and source[1] <= _NARROW and source[1] < target[1]:
+        forward = copied(source)  # the result is written where it belongs
+    if is_tf32 and groups == stride == 1 < kernel <= _SMALL_KERNEL and _is_transformed(source, target):
+        *rows, last = (1 << (side + kernel - 2).bit_length() for side in sides)
+        spectra = source[0] * (source[1] + target[1]) * math.prod(rows) * (last // 2 + 1) * _COMPLEX
+        weights = 2 * spectra + copied(target)
+    return forward, copies, copies, weights
 
-    shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
-    odd = [each for each in shapes if each[1] * element % _CHANNELS_BYTES]
-    copies = forward = sum(map(copied, odd if is_last else shapes))
-    if channels * element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or element == FLOAT):
-        forward = copies if transposed else 0  # there are kernels for images of few channels
-    elif element == FLOAT and channels <= _NARROW and not (is_last or transposed):
-        forward -= copied(result)  # which is written where it belongs
-    sums = FLOAT * image.shape[0] * weight.numel()  # of each sample
-    return (
-        block(0 if is_product else forward),
-        block(0 if is_product else copies),
-        block(copies, sums if is_product else copies),
-    )
+
+def _is_transformed(source: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether the gradient of the weights is found by Fourier transforms: it was for these channels and sides."""
+    channels, wanted = source[1], target[1]
+    is_seen = _FEW[0] <= channels <= wanted <= _FEW[1] or (channels > _NARROW and _FEW[1] <= wanted <= _NARROW)
+    return is_seen and all(_LEAST_SIDE <= side <= _MOST_SIDE for side in source[2:])
+
+
+def _taken_for(channels: int, element: int, groups: int) -> int:
+    """As how many channels matrix units take so many."""
+    if groups == 1:
+        return round_up(channels * element, _CHANNELS_BYTES) // element
+    each = channels // groups
+    return groups * (each if each <= _CHANNELS // 2 else round_up(each, _CHANNELS))
 
 
 CONVOLUTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {
