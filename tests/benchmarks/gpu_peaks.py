@@ -3,8 +3,8 @@
     .venv-cuda/bin/python tests/benchmarks/gpu_peaks.py           # compares, writes results/gpu_peaks.md: minutes
     python tests/benchmarks/gpu_peaks.py --measure --seconds 120  # on a GPU: measures anew, writes data/gpu_peaks.json
 
-Cases and sizes are those of data/gpu_peaks.json. These peaks chose the width of the bands, and between two readings of
-the single convolutions for narrow inputs in fp32 (`_NARROW` in convolutions.py); nothing else is fitted to them.
+Cases and sizes are those of data/gpu_peaks.json. These peaks chose the width of the bands; nothing else is fitted to
+them. The convolutions of thirteen of them were measured one by one to find the rules of convolutions.py.
 """
 
 from __future__ import annotations

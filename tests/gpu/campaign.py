@@ -6,7 +6,7 @@
 
 writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with the time
 that it took on an H100, its most telling cases first: one that fails or hangs costs only itself, and one that the time
-does not suffice for keeps the cases it has and goes on with the others in the next call. All of it takes some 16
+does not suffice for keeps the cases it has and goes on with the others in the next call. All of it takes some 17
 minutes. With `--rig` the figures are those that stand beside the measured ones later: once all parts are done, they go
 to results/gpu_campaign_rig.json, too.
 batchtune need not be installed; torchvision, timm, transformers, lightning and accelerate should be.
@@ -74,6 +74,7 @@ PARTS = {
     "estimate": Part("Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 80),
     "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 180),
     "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 90),
+    "runs": Part("Where the time of a run goes", campaign_work.runs, campaign_work.judge_runs, 30),
     "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 60),
     "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 180),
 }

@@ -11,6 +11,7 @@ import signal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 
 class _Block(nn.Module):
@@ -79,6 +80,46 @@ class SmallConvNet(ConvNet):
     """The same in a size that takes no time."""
 
     pixels, name = 64, "resnet18"
+
+
+class Images:
+    """torchvision's ResNet-18 on generated images of 32 x 32 pixels: two looks a class, shifted, and noise."""
+
+    samples, name = 20_000, "resnet18"
+
+    def build_model(self) -> nn.Module:
+        import torchvision
+
+        model = torchvision.models.get_model(self.name, num_classes=10)
+        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        return model
+
+    def train_dataset(self) -> TensorDataset:
+        return self._images(self.samples, seed=2)
+
+    def val_dataset(self) -> TensorDataset:
+        return self._images(self.samples // 10, seed=3)
+
+    def compute_loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+
+    def _images(self, count: int, seed: int) -> TensorDataset:
+        looks = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        drawn = torch.Generator().manual_seed(seed)
+        labels, which, shifts = (torch.randint(most, (count,), generator=drawn) for most in (10, 2, 32))
+        images = functional.interpolate(looks[labels + 10 * which], scale_factor=4)
+        columns = (torch.arange(32) - shifts[:, None]) % 32
+        images = images.gather(3, columns[:, None, None].expand_as(images))
+        return TensorDataset(images + 1.6 * torch.randn(images.shape, generator=drawn), labels)
+
+
+class FewImages(Images):
+    """The same in a size that takes no time."""
+
+    samples = 500
 
 
 class OutOfMemory(SmallGpt):

@@ -298,6 +298,64 @@ def judge_recipe(rows: list[Row]) -> list[Row]:
     ]
 
 
+# --- where the time of a run goes -------------------------------------------------------------------------------------
+
+
+def runs(quick: bool, there: Rows) -> Iterator[Row]:
+    """What runs of a second or so take beside training and evaluation, the first of a process and later ones."""
+    task, sizes = ("FewImages", (8,)) if quick else ("Images", (64, 128))
+    if f"{task}, {sizes[-1]}, again" not in there:
+        yield from in_a_process(_runs, task, sizes)
+
+
+def _runs(task: str, sizes: tuple[int, ...]) -> list[Row]:
+    """Each size twice: seconds until the first point, in training and in evaluation, the rest; and where Python was."""
+    import cProfile
+    import io
+    import pstats
+
+    import campaign_models
+
+    from batchtune.child.training_run import train
+    from batchtune.device.memory import open_device
+    from batchtune.protocol.messages import RunSpec
+    from batchtune.task.load import load_task, set_libraries_apart
+
+    rows, began = [], time.perf_counter()
+    memory, opened = open_device("cuda:0"), load_task(f"{campaign_models.__file__}:{task}")
+    set_libraries_apart()
+    opened.train_size()
+    rows.append({"case": f"{task}, opened", "seconds": time.perf_counter() - began})
+    limits = {"limit_seconds": 1.0, "evaluate_every": None, "evaluation_batch_size": 256, "target": None}
+    for size in sizes:
+        how = {"micro_batch_size": size, "accumulation_steps": 1, "learning_rate": 0.01, "precision": "bf16", "seed": 0}
+        for case in (f"{task}, {size}", f"{task}, {size}, again"):
+            spec, profile = RunSpec(**how, **limits, metric="val_loss", goal="minimize"), cProfile.Profile()
+            began = time.perf_counter()
+            profile.enable()
+            run = train(opened, memory, spec)
+            point = next(run)
+            first = time.perf_counter() - began
+            try:
+                while True:
+                    point = run.send(True)  # noqa: FBT003 - a generator takes it so
+            except StopIteration as end:
+                evaluated = end.value.evaluation_seconds
+            profile.disable()
+            took, told = time.perf_counter() - began, io.StringIO()
+            pstats.Stats(profile, stream=told).sort_stats("tottime").print_stats(12)
+            print(told.getvalue(), file=sys.stderr)
+            row = {"case": case, "seconds": took, "until_first_point": first, "training": point.seconds}
+            rows.append(row | {"evaluation": evaluated, "rest": took - point.seconds - evaluated})
+    return rows
+
+
+def judge_runs(rows: list[Row]) -> list[Row]:
+    later = [row["rest"] for row in rows if row["case"].endswith("again")]
+    told = f"{max(later):.2f} s"
+    return [goal("a later run takes at most 0.5 s beside training and evaluation", told, met=max(later) <= 0.5)]
+
+
 # --- energy -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
 """Memory inside convolutions: copies and sums of Convolution.cpp and cudnn/ConvShared.cpp, and cuDNN's workspace.
 
-What cuDNN takes is not documented. It was measured for the convolutions of nine models on an H100 with cuDNN 9, in
-TF32 and bf16: matrix units multiply images whose channels lie last and are a multiple of 16 bytes, so that whatever
-lies otherwise is copied: input, result and weights. tests/benchmarks/results/convolutions.md has the figures.
+What cuDNN takes is not documented. It was measured on an H100 with cuDNN 9, in TF32 and bf16, for the convolutions of
+nine models and of many shapes: matrix units multiply images whose channels lie last and are a multiple of 16 bytes, so
+that whatever lies otherwise is copied: input, result and weights. tests/benchmarks/results/convolutions.md has the
+figures.
 """
 
 from __future__ import annotations

@@ -71,6 +71,21 @@ def test_nothing_is_copied_of_images_whose_channels_lie_last_or_by_gpus_without_
     assert block.formula(Gpu(matrix_units=()), *block.lengths) == 0
 
 
+@pytest.mark.parametrize(("samples", "mib"), [(512, 1120.0), (128, 280.0), (32, 8.03515625)])
+def test_small_images_of_few_channels_have_gradients_of_weights_by_fourier_transforms_of_many_samples(samples, mib):
+    """1120, 280 and 10 MiB on an H100."""
+    image, kernel = meta(samples, 32, 32, 32), meta(32, 32, 3, 3)
+    how = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+    assert flat(inside(aten.convolution_backward.default, (image, image, kernel, *how))) == ["result", mib * 2**20]
+
+
+@pytest.mark.parametrize(("groups", "each", "taken"), [(5, 24, 32), (32, 4, 4), (16, 1, 0)])
+def test_groups_are_copied_with_as_many_channels_as_matrix_units_take_unless_they_are_of_one(groups, each, taken):
+    image, kernel = meta(8, groups * each, 14, 14, dtype=BF16), meta(groups * each, each, 3, 3, dtype=BF16)
+    found = flat(inside(aten.convolution.default, (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)))
+    assert [size for size in found if size != "result"] == ([2 * 8 * groups * taken * 14 * 14 * 2] if taken else [])
+
+
 def test_a_workspace_has_as_many_lengths_whatever_the_sides_of_the_image_are():
     found = set()
     for points in (6, 7):
