@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -136,10 +136,13 @@ class Truth:
         task: the user's functions.
         precision: bf16, fp16, fp32 or tf32.
         limit: bytes that the process may reserve; None: all that the card has.
+        habits: with which it is to train; each takes so many steps of every size that is tried.
     """
 
-    def __init__(self, task: SimpleNamespace, precision: str, limit: int | None) -> None:
-        self._task, self._precision, self._limit = task, precision, limit
+    def __init__(
+        self, task: SimpleNamespace, precision: str, limit: int | None, habits: Sequence[Habit] = HABITS
+    ) -> None:
+        self._task, self._precision, self._limit, self._habits = task, precision, limit, habits
         self.tries = 0
         self.broken: list[str] = []
         self._known: dict[tuple[int, str], bool] = {}
@@ -147,7 +150,9 @@ class Truth:
     def trains(self, batch_size: int) -> bool:
         """Whether all habits train at a size; those that have failed before are tried first."""
         failed = {name for (_, name), fits in self._known.items() if not fits}
-        return all(self._try(batch_size, habit) for habit in sorted(HABITS, key=lambda each: each.name not in failed))
+        return all(
+            self._try(batch_size, habit) for habit in sorted(self._habits, key=lambda each: each.name not in failed)
+        )
 
     def beside(self, answer: int, close: float, step: float) -> int:
         """The largest size that trains: the answer where it does and so much more does not, else bisected."""
@@ -175,7 +180,7 @@ class Truth:
 
     def habits_that_train(self, batch_size: int) -> list[str]:
         """The names of those that do."""
-        return [habit.name for habit in HABITS if self._try(batch_size, habit)]
+        return [habit.name for habit in self._habits if self._try(batch_size, habit)]
 
     def _try(self, batch_size: int, habit: Habit) -> bool:
         key = batch_size, habit.name

@@ -18,9 +18,9 @@ MIB, GIB = 1 << 20, 1 << 30
 LATER_STEPS = 50
 WHOLE = 0.95  # of the card: the margin of 5 %
 PROBED = (  # case of the zoo, limit in GiB; None: the whole card. One of each limit first
-    ("transformer, bf16", 8),
-    ("GPT-2", 24),
     ("Llama, grouped queries", None),
+    ("GPT-2", 24),
+    ("transformer, bf16", 8),
     ("contrastive, B x B logits", 8),
     ("timm resnet50", 24),
     ("ResNet, bf16", 8),
@@ -71,12 +71,16 @@ def share_within(answers: list[tuple[int, int]], tolerance: float = 0.01) -> int
     return sum(abs(answer - truth) <= max(1, tolerance * truth) for answer, truth in answers)
 
 
-def true_size(source: SimpleNamespace, precision: str, limit: int, answer: int, *, quick: bool) -> Row:
-    """What plain loops train: the answer, or bisected to 0.2 %; None where one raised something else than no memory."""
+def true_size(source: SimpleNamespace, precision: str, limit: int, answer: int, *, quick: bool, habit: str) -> Row:
+    """What plain loops train: the answer, or bisected to 1 %; None where one raised something else than no memory.
+
+    With one habit alone, for a step takes seconds where it fills the card.
+    """
     import plain_loop
 
-    truth = plain_loop.Truth(source, precision, limit)
-    found = (answer if truth.trains(answer) else 0) if quick else truth.beside(answer, 0.01, 0.002)
+    habits = [each for each in plain_loop.HABITS if each.name == habit]
+    truth = plain_loop.Truth(source, precision, limit, habits)
+    found = (answer if truth.trains(answer) else 0) if quick else truth.beside(answer, 0.01, 0.01)
     broken = [each.splitlines()[-1][:200] for each in truth.broken[:1]]
     return {"true_batch_size": None if broken else found, "broken": broken}
 
@@ -202,7 +206,9 @@ def probes(quick: bool, there: Rows) -> Iterator[Row]:
         searched = [each for each in found.attempts if each.purpose == "search"]
         row: Row = {"case": f"{name}, {text}", "batch_size": found.max_batch_size, "attempts": len(searched)}
         row |= {"ooms": sum(each.outcome == "oom" for each in found.attempts), "seconds": time.perf_counter() - began}
-        row |= true_size(case.source(), case.precision, limit, found.max_batch_size or 1, quick=quick)
+        row |= true_size(
+            case.source(), case.precision, limit, found.max_batch_size or 1, quick=quick, habit="all of it"
+        )
         yield row | {"peak_reserved_bytes": found.peak_reserved_bytes}
 
 
@@ -246,7 +252,8 @@ def peers(quick: bool, there: Rows) -> Iterator[Row]:
                     case, method, 0 if ours else 1 << (true or 64).bit_length(), *() if ours else (PEER_SECONDS,)
                 )
                 if ours:
-                    true = true_size(source, "fp32", limit, found.answer or 64, quick=quick)["true_batch_size"]
+                    truth = true_size(source, "fp32", limit, found.answer or 64, quick=quick, habit="bare")
+                    true = truth["true_batch_size"]
                 later = "fit" if found.answer else None  # where a larger one lives through the steps, it does
                 if found.answer and found.answer > lived:
                     later = outcome(case, found.answer, 5 if quick else LATER_STEPS)
