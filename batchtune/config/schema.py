@@ -140,8 +140,8 @@ class Config(Section):
     )
     precision: Precision | Literal["auto"] | _Precisions = Field(
         default="auto",
-        description="auto: what the device does well; a list: each is tried. fp32 leaves TF32 as torch and your "
-        "code set it (by default on in convolutions), tf32 turns it on everywhere.",
+        description="auto: what the device does well; a list: each is tried, and the first is what you run today. fp32 "
+        "leaves TF32 as torch and your code set it (by default on in convolutions), tf32 turns it on everywhere.",
     )
     memory: Memory = Memory()
     batch_size: BatchSize = BatchSize()

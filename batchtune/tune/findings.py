@@ -88,6 +88,15 @@ def goal_warnings(objective: Objective) -> list[str]:
     return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
 
 
+def precision_warnings(config: Config, opened: Opened) -> list[str]:
+    """One where today's setting ran in a half precision that nobody has asked for."""
+    ((precision, _), *_) = opened.precision
+    if config.precision != "auto" or precision == "fp32":
+        return []
+    text = f"what you run today was run in {precision}, too, which this device does well"
+    return [f"{text}: if you train in fp32, precision=[fp32,{precision}] compares with that"]
+
+
 def schedule_warnings(opened: Opened, trials: Sequence[Trial]) -> list[str]:
     """One where the schedule waits for the end of an epoch, and no run has come to one."""
     scheduler, size = opened.optimizer_settings.scheduler, opened.train_size

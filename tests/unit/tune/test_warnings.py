@@ -3,13 +3,14 @@ import pytest
 from documents import choice
 from fakes import opened
 
-from batchtune.config.schema import Objective
+from batchtune.config.schema import Config, Objective
 from batchtune.config.space import LearningRate
 from batchtune.document import CurvePoint, ProbeResult, Recommendation, Straggler, Trial
 from batchtune.tune.findings import (
     baseline_warnings,
     bound_warnings,
     goal_warnings,
+    precision_warnings,
     schedule_warnings,
     search_warnings,
     straggler_warnings,
@@ -29,6 +30,17 @@ def test_a_baseline_above_what_the_users_bounds_let_the_probe_try_was_accumulate
 @pytest.mark.parametrize(("largest", "limited_by"), [(64, "memory"), (256, "max"), (512, "max"), (None, None)])
 def test_a_baseline_that_memory_or_nothing_split_needs_no_sentence(largest, limited_by):
     assert baseline_warnings(probe(largest, limited_by), 256) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "told"), [("auto", "bf16", True), ("auto", "fp32", False), ("bf16", "bf16", False)]
+)
+def test_a_precision_that_nobody_asked_for_is_told_where_today_may_be_another(asked, ran, told):
+    config = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 0.1}, precision=asked)
+    warned = precision_warnings(config, opened(precision=((ran, "a reason"),)))
+    assert [each.rpartition(": ")[2] for each in warned] == (
+        ["if you train in fp32, precision=[fp32,bf16] compares with that"] * told
+    )
 
 
 @pytest.mark.parametrize(
