@@ -43,14 +43,15 @@ def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) ->
 class Divergence:
     """Whether a run is far worse than before training, for so long that it will hardly come back.
 
-    A run that has come half-way back from its worst has as long again: BatchNorm's running statistics trail the
-    weights, so that the validation loss of a run that trains well may be a hundred times that before training at first.
+    A run has as long again each time that it has come half-way back, from its worst and then from there on:
+    BatchNorm's running statistics trail the weights, so that the validation loss of a run that trains well may be a
+    hundred times that before training at first.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         self._sign, self._patience = (1 if spec.goal == "minimize" else -1), _WORSE_SHARE * spec.limit_seconds
         self._start: float | None = None
-        self._worst, self._since, self._looks = 0.0, 0.0, 0
+        self._worst, self._left, self._since, self._looks = 0.0, 0.0, 0.0, 0
 
     def shows(self, value: float, seconds: float) -> bool:
         """Whether the metric, as it is after so much training, shows that the run has diverged."""
@@ -59,10 +60,13 @@ class Divergence:
             return True
         self._start = value if self._start is None else self._start
         worse = value - self._start - _WORSE_BY * abs(self._start)
-        if worse <= self._worst / 2:
-            self._worst, self._since, self._looks = max(0.0, worse), seconds, 0
+        if worse > self._worst:
+            self._worst = self._left = worse
+        elif worse <= self._left / 2:
+            self._left, self._since, self._looks = max(0.0, worse), seconds, 0
+            self._worst = self._worst if self._left else 0.0
             return False
-        self._worst, self._looks = max(self._worst, worse), self._looks + 1
+        self._looks += 1
         return self._looks >= _WORSE_LOOKS and seconds - self._since >= self._patience
 
 

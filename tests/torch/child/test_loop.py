@@ -257,6 +257,11 @@ class TestEndings:
         done = run(spec_of(metric="x", limit_seconds=20.0, target=0.035), evaluate=lambda _model: next(values))
         assert (done.outcome, done.points[-1].seconds) == ("diverged", 5.0)
 
+    def test_a_run_that_goes_up_and_down_far_above_its_start_comes_half_way_back_once(self, run):
+        values = itertools.chain([3.5], itertools.cycle([100.0, 40.0]))
+        done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
+        assert (done.outcome, done.points[-1].seconds) == ("diverged", 7.0)
+
 
 @pytest.fixture
 def meter(clock):
