@@ -51,7 +51,7 @@ class Divergence:
     def __init__(self, spec: RunSpec) -> None:
         self._sign, self._patience = (1 if spec.goal == "minimize" else -1), _WORSE_SHARE * spec.limit_seconds
         self._start: float | None = None
-        self._worst, self._left, self._since, self._looks = 0.0, 0.0, 0.0, 0
+        self._left, self._is_rising, self._since, self._looks = 0.0, True, 0.0, 0
 
     def shows(self, value: float, seconds: float) -> bool:
         """Whether the metric, as it is after so much training, shows that the run has diverged."""
@@ -60,11 +60,11 @@ class Divergence:
             return True
         self._start = value if self._start is None else self._start
         worse = value - self._start - _WORSE_BY * abs(self._start)
-        if worse > self._worst:
-            self._worst = self._left = worse
-        elif worse <= self._left / 2:
+        if self._is_rising:
+            self._left = max(self._left, worse)
+        if worse <= self._left / 2:
             self._left, self._since, self._looks = max(0.0, worse), seconds, 0
-            self._worst = self._worst if self._left else 0.0
+            self._is_rising = self._left == 0
             return False
         self._looks += 1
         return self._looks >= _WORSE_LOOKS and seconds - self._since >= self._patience

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from optuna import Study
@@ -22,8 +21,9 @@ class TimeToValuePruner(BasePruner):
 
     Trials report their metric at steps that are milliseconds of training, so that batch sizes compare; the study
     minimises the time to a target. Loss curves of different batch sizes and learning rates cross early, so nothing is
-    judged before `patience` of the best trial's time. What the best trial reached and lost again does not count: a
-    validation loss that rises first, as it may with BatchNorm, does not end a run that the best one was like.
+    judged before `patience` of the best trial's time. What the best trial reached and lost again does not count
+    while its metric was worse than before training, in two reports in a row: where a validation loss rises first, as it
+    may with BatchNorm, a run that the best one was like goes on.
 
     As long as no trial has got there, a run ends where the second half of its time has brought it less than 3 %
     further: its learning rate is too high. Where target and longest run are known, it also has to be too slow for them,
@@ -92,12 +92,15 @@ class TimeToValuePruner(BasePruner):
         return min(timed, key=lambda pair: pair[0], default=None)
 
     def _behind(self, best: FrozenTrial, trial: FrozenTrial, taken: float) -> float:
-        reached = min((value for _, value in self._curve(trial)), default=math.inf)
-        after = itertools.takewhile(lambda look: look[1] < reached, reversed(self._curve(best)))
-        same = min((seconds for seconds, _ in after), default=math.inf)
+        """How many times as long as the best trial the run took for the best value that it has reached."""
+        reached = min((value for _, value in self._curve(trial)[1:]), default=math.inf)
+        (_, start), *looks = self._curve(best)
+        above = [value >= start for _, value in looks]
+        back = max((after for after in range(2, len(looks) + 1) if all(above[after - 2 : after])), default=0)
+        lost = max((after for after, (_, value) in enumerate(looks[:back], 1) if value >= reached), default=0)
+        same = next((seconds for seconds, value in looks[lost:] if value < reached), math.inf)
         return taken / max(same, MILLISECOND)
 
     def _curve(self, trial: FrozenTrial) -> list[tuple[float, float]]:
-        """Seconds and values, of less being better, without the value before training, which says nothing of it."""
-        reports = sorted(trial.intermediate_values.items())
-        return [(step * self._step, self._sign * value) for step, value in reports if step > 0]
+        """Seconds and values, of which less is better; the first is the one before training."""
+        return [(step * self._step, self._sign * value) for step, value in sorted(trial.intermediate_values.items())]

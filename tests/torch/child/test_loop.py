@@ -258,9 +258,24 @@ class TestEndings:
         assert (done.outcome, done.points[-1].seconds) == ("diverged", 5.0)
 
     def test_a_run_that_goes_up_and_down_far_above_its_start_comes_half_way_back_once(self, run):
-        values = itertools.chain([3.5], itertools.cycle([100.0, 40.0]))
+        for growth in (1.0, 1.01, 1.5):
+            values = itertools.chain([3.5], (growth**look * (40.0 if look % 2 else 100.0) for look in itertools.count()))
+            done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))  # noqa: B023
+            assert done.outcome == "diverged"
+            assert done.points[-1].seconds <= 7.0
+
+    def test_a_run_that_was_all_the_way_back_may_come_apart_again(self, run):
+        values = itertools.chain([1.0, 50.0, 0.5], itertools.repeat(20.0))
         done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
         assert (done.outcome, done.points[-1].seconds) == ("diverged", 7.0)
+
+    def test_a_metric_that_is_maximized_is_worse_where_it_is_less(self, run):
+        values = itertools.chain([0.5, 0.9], itertools.repeat(0.1))
+        spec = spec_of(metric="x", goal="maximize", limit_seconds=20.0)
+        done = run(spec, evaluate=lambda _model: next(values))
+        assert (done.outcome, done.points[-1].seconds) == ("diverged", 6.0)
+        values = itertools.chain([0.5], itertools.repeat(5.0))
+        assert run(spec, evaluate=lambda _model: next(values)).outcome == "finished"
 
 
 @pytest.fixture

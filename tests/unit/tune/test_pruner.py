@@ -95,6 +95,13 @@ def test_what_the_best_lost_again_is_not_held_against_others():
     assert pruned(study_with_best(dipping, 8.5), {0: 3.5, 17: 3.1})
 
 
+def test_a_single_bad_look_of_the_best_or_its_noise_is_no_excuse():
+    spiking = {**{0.1 * look: 2.0 - 0.017 * look for look in range(100)}, 9.5: 3.0, 10: 0.3}
+    assert pruned(study_with_best(spiking, 10.0), {0: 2.0, 4: 1.9})
+    noisy = {look / 10: (1 - 0.009 * look) * (1.2 if look % 2 else 1) for look in range(100)}
+    assert pruned(study_with_best(noisy, 10.0), {0: 1.0, 3: 0.97})
+
+
 @given(
     st.dictionaries(st.integers(0, 99), st.floats(-1e6, 1e6), min_size=1).map(
         lambda curve: {second / 10: value for second, value in sorted(curve.items())}
