@@ -28,8 +28,8 @@ _CHANNELS = 16  # a multiple of which each group has
 _SMALL_KERNEL = 4  # a side
 _NARROW = 64  # channels
 _FEW = (16, 32)  # channels
-_LEAST_SIDE, _MOST_SIDE = 14, 32  # of an image that is transformed
-_MANY = 64  # samples
+_LEAST_SIDE, _MOST_SIDE = 14, 32  # of an image that has a spectrum
+_MANY, _MORE = 64, 512  # samples from which, of more than 16 channels (not with 32), and of those (not with 128)
 _COMPLEX = 8  # bytes
 
 
@@ -62,7 +62,7 @@ def _forward(args: Arguments) -> Steps:
     layout = layout_of(tensor, weight)
     copied = contiguous(tensor, memory_format=layout)
     weights = contiguous(weight, memory_format=layout)
-    workspace, _, _ = _workspaces(tensor, weight, result, stride, layout, groups, transposed=transposed)
+    workspace, _, _ = _workspaces(tensor, weight, result, (stride, dilation), layout, groups, transposed=transposed)
     return ((*line, *copied, RESULTS, *weights, workspace),)
 
 
@@ -72,7 +72,7 @@ def _backward(args: Arguments) -> Steps:
     A gradient that suggests another format than the input is converted before, once for both; a transposed convolution
     makes any gradient contiguous then (cudnn_convolution_transpose_backward).
     """
-    gradient, tensor, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
+    gradient, tensor, weight, _, stride, _, dilation, transposed, _, groups, mask = args[:11]
     sums: Steps = ()
     if mask[_BIAS]:
         sums = (_BIAS, reduction(gradient, [side for side in range(gradient.dim()) if side != 1]))
@@ -88,7 +88,8 @@ def _backward(args: Arguments) -> Steps:
     copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
     first, again = (copied, ()) if converted or transposed else ((), copied)
     halves: list[Steps] = []
-    _, of_input, of_weight = _workspaces(tensor, weight, gradient.shape, stride, layout, groups, transposed=transposed)
+    how = (gradient.shape, (stride, dilation), layout, groups)
+    _, of_input, of_weight = _workspaces(tensor, weight, *how, transposed=transposed)
     if mask[_INPUT]:
         halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout), of_input))
     if mask[_WEIGHT]:
@@ -118,7 +119,7 @@ def _workspaces(
     image: Tensor,
     weight: Tensor,
     result: Sequence[int],
-    stride: Sequence[int],
+    steps: tuple[Sequence[int], Sequence[int]],
     layout: torch.memory_format,
     groups: int,
     *,
@@ -126,58 +127,70 @@ def _workspaces(
 ) -> tuple[Block, Block, Block]:
     """What cuDNN takes for a convolution's result, and for the gradients of its input and weights.
 
-    A transposed one is the gradient of a convolution from its result to its image. `result` is a shape, and the layout
-    that of the image.
+    A transposed one is the gradient of a convolution from its result to its image. `result` is a shape, `steps` are
+    stride and dilation, and the layout is that of the image.
     """
     element = image.element_size()
     source, target = (result, image.shape) if transposed else (image.shape, result)
+    stride, dilation = map(max, steps)
 
     def block(size: Callable[..., int], *lengths: int) -> Block:
         is_copied = groups == 1 or groups < source[1]  # nothing is for each channel by itself
         return Block(lambda gpu, *found: size(*found) if is_copied and element in gpu.matrix_units else 0, lengths)
 
     how = (element, groups, layout != torch.contiguous_format)
-    forward, inward, few, many = _sizes(source, target, weight, max(stride), *how)
+    forward, inward, few = _copied(source, target, weight, stride, *how)
+    is_plain = groups == stride == dilation == 1 and element == FLOAT and layout == torch.contiguous_format
+    many = _of_spectra(source, target, weight) if is_plain and _has_spectra(source, target, weight) else few
+    if element != FLOAT and transposed:
+        inward = forward = max(forward, inward)
+    enough = _MANY if source[1] > _FEW[0] else _MORE
     passes = block(int, forward), block(int, inward)
-    by_size = block(lambda samples, few, many: many if samples >= _MANY else few, source[0], few, many)
+    by_size = block(lambda samples, few, many: many if samples >= enough else few, source[0], few, many)
     return (*(reversed(passes) if transposed else passes), by_size)
 
 
-def _sizes(
+def _copied(
     source: Sequence[int], target: Sequence[int], weight: Tensor, stride: int, element: int, groups: int, is_last: bool
-) -> tuple[int, int, int, int]:
-    """Bytes for the result, the gradient of the input, and that of the weights of few and of many samples."""
+) -> tuple[int, int, int]:
+    """Bytes that are copied for the result, and for the gradients of input and weights."""
     kernel, sides = max(weight.shape[2:]), source[2:]
     is_small, is_tf32 = kernel <= _SMALL_KERNEL, element == FLOAT and not is_last
 
-    def copied(shape: Sequence[int]) -> int:
+    def copy(shape: Sequence[int]) -> int:
         return shape[0] * _taken_for(shape[1], element, groups) * element * math.prod(shape[2:])
 
     shapes = [source, target] if is_last or kernel == 1 or groups > 1 else [source, target, weight.shape]
     odd = [each for each in shapes if _taken_for(each[1], element, groups) != each[1]]
-    forward = weights = copies = sum(map(copied, odd if is_last else shapes))
+    forward = weights = copies = sum(map(copy, odd if is_last else shapes))
     if source[1] * element < _CHANNELS_BYTES and (is_small or element == FLOAT):  # there are kernels for few channels
-        lying = 0 if is_small else element * (math.prod(source) + math.prod(target))
-        return (0 if stride >= kernel else lying, 0, lying, lying) if is_tf32 else (0, copies, copies, copies)
+        if not is_tf32 or len(sides) != _IMAGE - 2:
+            return 0, copies, copies
+        unpadded = 0 if is_small else element * (math.prod(source) + math.prod(target))
+        return 0 if stride >= kernel else unpadded, 0, unpadded
     if kernel == stride == 1 and math.prod(sides) % 2 == 0:  # a product of matrices as they lie
-        least = min(copies, FLOAT * source[0] * weight.numel())  # sums of each sample
-        return 0, 0, least, least
-    if groups > 1 and element == FLOAT:  # as without the layout
-        weights = sum(map(copied, shapes))
+        return 0, 0, min(copies, FLOAT * source[0] * weight.numel())  # sums of each sample
+    if groups > 1 and element == FLOAT:  # whatever the layout
+        weights = sum(map(copy, shapes))
     if is_tf32 and source[1] <= _NARROW and source[1] < target[1]:
-        forward = copied(source)  # the result is written where it belongs
-    if is_tf32 and groups == stride == 1 < kernel <= _SMALL_KERNEL and _is_transformed(source, target):
-        *rows, last = (1 << (side + kernel - 2).bit_length() for side in sides)
-        spectra = source[0] * (source[1] + target[1]) * math.prod(rows) * (last // 2 + 1) * _COMPLEX
-        weights = 2 * spectra + copied(target)
-    return forward, copies, copies, weights
+        forward = 0 if stride > 1 and source[1] <= _FEW[1] else copy(source)  # the result is written where it belongs
+    return forward, copies, weights
 
 
-def _is_transformed(source: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether the gradient of the weights is found by Fourier transforms: it was for these channels and sides."""
-    channels, wanted = source[1], target[1]
+def _has_spectra(source: Sequence[int], target: Sequence[int], weight: Tensor) -> bool:
+    """Whether gradients of the weights are found by Fourier transforms: for most such channels and sides they were."""
+    channels, wanted, sides = source[1], target[1], source[2:]
     is_seen = _FEW[0] <= channels <= wanted <= _FEW[1] or (channels > _NARROW and _FEW[1] <= wanted <= _NARROW)
-    return is_seen and all(_LEAST_SIDE <= side <= _MOST_SIDE for side in source[2:])
+    fits = len(sides) == _IMAGE - 2 and all(_LEAST_SIDE <= side <= _MOST_SIDE for side in sides)
+    return is_seen and fits and 1 < max(weight.shape[2:]) <= _SMALL_KERNEL
+
+
+def _of_spectra(source: Sequence[int], target: Sequence[int], weight: Tensor) -> int:
+    """Twice the spectra of image and result, whose sides are powers of two, and a copy of the result."""
+    reach = (side + kernel - 1 for side, kernel in zip(source[2:], weight.shape[2:], strict=True))
+    rows, columns = (1 << (each - 1).bit_length() for each in reach)
+    spectra = source[0] * (source[1] + target[1]) * rows * (columns // 2 + 1) * _COMPLEX
+    return 2 * spectra + FLOAT * math.prod(target)
 
 
 def _taken_for(channels: int, element: int, groups: int) -> int:

@@ -259,7 +259,9 @@ class TestEndings:
 
     def test_a_run_that_goes_up_and_down_far_above_its_start_comes_half_way_back_once(self, run):
         for growth in (1.0, 1.01, 1.5):
-            values = itertools.chain([3.5], (growth**look * (40.0 if look % 2 else 100.0) for look in itertools.count()))
+            values = itertools.chain(
+                [3.5], (growth**look * (40.0 if look % 2 else 100.0) for look in itertools.count())
+            )
             done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))  # noqa: B023
             assert done.outcome == "diverged"
             assert done.points[-1].seconds <= 7.0
