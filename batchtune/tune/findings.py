@@ -94,7 +94,7 @@ def precision_warnings(config: Config, opened: Opened) -> list[str]:
     if config.precision != "auto" or precision == "fp32":
         return []
     text = f"what you run today was run in {precision}, too, which this device does well"
-    return [f"{text}: if you train in fp32, precision=[fp32,{precision}] compares with that"]
+    return [f"{text}: if you train in fp32, precision=[fp32,{precision}] with --fresh compares with that"]
 
 
 def schedule_warnings(opened: Opened, trials: Sequence[Trial]) -> list[str]:

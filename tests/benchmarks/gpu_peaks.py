@@ -3,8 +3,8 @@
     .venv-cuda/bin/python tests/benchmarks/gpu_peaks.py           # compares, writes results/gpu_peaks.md: minutes
     python tests/benchmarks/gpu_peaks.py --measure --seconds 120  # on a GPU: measures anew, writes data/gpu_peaks.json
 
-Cases and sizes are those of data/gpu_peaks.json. These peaks chose the width of the bands; nothing else is fitted to
-them. The convolutions of thirteen of them were measured one by one to find the rules of convolutions.py.
+Cases and sizes are those of data/gpu_peaks.json. These peaks chose the width of the bands. The rules of convolutions.py
+are from single convolutions, some of them in steps of thirteen of these cases.
 """
 
 from __future__ import annotations

@@ -147,9 +147,15 @@ def search(case: Case, method: str, start: int, cap: float | None = None) -> Fou
 
 
 def outcome(case: Case, size: int, steps: int) -> str:
-    """What training at one size comes to in a fresh process."""
+    """What training at one size comes to in a fresh process.
+
+    Raises:
+        RuntimeError: it could not begin.
+    """
     told, seconds = call(case, "try", "--size", size, "--steps", steps, cap=caps(case.device)[1])
-    found: str = told[-1].get("outcome") or told[-1]["error"] if told else "died"
+    if told and "error" in told[-1]:
+        raise RuntimeError(told[-1]["error"])
+    found: str = told[-1]["outcome"] if told else "died"
     print(f"{case.task}, {steps} steps at {size}: {seconds:.1f} s, {found}", file=sys.stderr, flush=True)
     return found
 

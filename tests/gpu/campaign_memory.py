@@ -72,15 +72,15 @@ def share_within(answers: list[tuple[int, int]], tolerance: float = 0.01) -> int
 
 
 def true_size(source: SimpleNamespace, precision: str, limit: int, answer: int, *, quick: bool, habit: str) -> Row:
-    """What plain loops train: the answer, or bisected to 1 %; None where one raised something else than no memory.
+    """What plain loops train: the answer, or bisected to 0.2 %; None where one raised something else than no memory.
 
     With one habit alone, for a step takes seconds where it fills the card.
     """
     import plain_loop
 
-    habits = [each for each in plain_loop.HABITS if each.name == habit]
-    truth = plain_loop.Truth(source, precision, limit, habits)
-    found = (answer if truth.trains(answer) else 0) if quick else truth.beside(answer, 0.01, 0.01)
+    (chosen,) = (each for each in plain_loop.HABITS if each.name == habit)
+    truth = plain_loop.Truth(source, precision, limit, [chosen])
+    found = (answer if truth.trains(answer) else 0) if quick else truth.beside(answer, 0.01, 0.002)
     broken = [each.splitlines()[-1][:200] for each in truth.broken[:1]]
     return {"true_batch_size": None if broken else found, "broken": broken}
 

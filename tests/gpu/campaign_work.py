@@ -309,7 +309,10 @@ def runs(quick: bool, there: Rows) -> Iterator[Row]:
 
 
 def _runs(task: str, sizes: tuple[int, ...]) -> list[Row]:
-    """Each size twice: seconds until the first point, in training and in evaluation, the rest; and where Python was."""
+    """Each size twice: seconds until the first point, in training and in evaluation, and the rest.
+
+    A third time tells on standard error where Python was.
+    """
     import cProfile
     import io
     import pstats
@@ -321,32 +324,34 @@ def _runs(task: str, sizes: tuple[int, ...]) -> list[Row]:
     from batchtune.protocol.messages import RunSpec
     from batchtune.task.load import load_task, set_libraries_apart
 
-    rows, began = [], time.perf_counter()
+    began = time.perf_counter()
     memory, opened = open_device("cuda:0"), load_task(f"{campaign_models.__file__}:{task}")
     set_libraries_apart()
     opened.train_size()
-    rows.append({"case": f"{task}, opened", "seconds": time.perf_counter() - began})
+    rows: list[Row] = [{"case": f"{task}, opened", "seconds": time.perf_counter() - began}]
     limits = {"limit_seconds": 1.0, "evaluate_every": None, "evaluation_batch_size": 256, "target": None}
-    for size in sizes:
+
+    def run(size: int) -> Row:
         how = {"micro_batch_size": size, "accumulation_steps": 1, "learning_rate": 0.01, "precision": "bf16", "seed": 0}
-        for case in (f"{task}, {size}", f"{task}, {size}, again"):
-            spec, profile = RunSpec(**how, **limits, metric="val_loss", goal="minimize"), cProfile.Profile()
-            began = time.perf_counter()
-            profile.enable()
-            run = train(opened, memory, spec)
-            point = next(run)
-            first = time.perf_counter() - began
-            try:
-                while True:
-                    point = run.send(True)  # noqa: FBT003 - a generator takes it so
-            except StopIteration as end:
-                evaluated = end.value.evaluation_seconds
-            profile.disable()
-            took, told = time.perf_counter() - began, io.StringIO()
-            pstats.Stats(profile, stream=told).sort_stats("tottime").print_stats(12)
-            print(told.getvalue(), file=sys.stderr)
-            row = {"case": case, "seconds": took, "until_first_point": first, "training": point.seconds}
-            rows.append(row | {"evaluation": evaluated, "rest": took - point.seconds - evaluated})
+        began = time.perf_counter()
+        points = train(opened, memory, RunSpec(**how, **limits, metric="val_loss", goal="minimize"))
+        point = next(points)
+        first = time.perf_counter() - began
+        try:
+            while True:
+                point = points.send(True)  # noqa: FBT003 - a generator takes it so
+        except StopIteration as end:
+            evaluated = end.value.evaluation_seconds
+        took = time.perf_counter() - began
+        row = {"seconds": took, "until_first_point": first, "training": point.seconds, "evaluation": evaluated}
+        return row | {"rest": took - point.seconds - evaluated}
+
+    for size in sizes:
+        rows += [{"case": case} | run(size) for case in (f"{task}, {size}", f"{task}, {size}, again")]
+    profile, told = cProfile.Profile(), io.StringIO()
+    profile.runcall(run, sizes[-1])
+    pstats.Stats(profile, stream=told).sort_stats("tottime").print_stats(12)
+    print(told.getvalue(), file=sys.stderr)
     return rows
 
 

@@ -39,7 +39,7 @@ def test_a_precision_that_nobody_asked_for_is_told_where_today_may_be_another(as
     config = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 0.1}, precision=asked)
     warned = precision_warnings(config, opened(precision=((ran, "a reason"),)))
     assert [each.rpartition(": ")[2] for each in warned] == (
-        ["if you train in fp32, precision=[fp32,bf16] compares with that"] * told
+        ["if you train in fp32, precision=[fp32,bf16] with --fresh compares with that"] * told
     )
 
 
