@@ -22,7 +22,7 @@ from batchtune.task.contract import Task
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
 MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
-_WORSE_BY = 0.5  # of the metric before training: a GAN's, or that of a warm-up, is a little worse for a while
+_WORSE_BY = 0.5  # of the metric before training, or of the way: a GAN's, or that of a warm-up, is worse for a while
 _WORSE_SHARE = 0.2  # of the limit: a run that is worse by more than that for so long has diverged…
 _WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
 _WARM_UP_STEPS = 3
@@ -45,11 +45,13 @@ class Divergence:
 
     A run has as long again each time that it has come half-way back, from its worst and then from there on:
     BatchNorm's running statistics trail the weights, so that the validation loss of a run that trains well may be a
-    hundred times that before training at first.
+    hundred times that before training at first. A score such as R² is about 0 before training: what is far is then told
+    by the way to the target, or, where there is none, by 1.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         self._sign, self._patience = (1 if spec.goal == "minimize" else -1), _WORSE_SHARE * spec.limit_seconds
+        self._target = None if spec.target is None else self._sign * spec.target
         self._start: float | None = None
         self._left, self._is_rising, self._since, self._looks = 0.0, True, 0.0, 0
 
@@ -59,7 +61,8 @@ class Divergence:
         if not math.isfinite(value):
             return True
         self._start = value if self._start is None else self._start
-        worse = value - self._start - _WORSE_BY * abs(self._start)
+        way = 1.0 if self._target is None else abs(self._target - self._start)
+        worse = value - self._start - _WORSE_BY * max(abs(self._start), way)
         if self._is_rising:
             self._left = max(self._left, worse)
         if worse <= self._left / 2:

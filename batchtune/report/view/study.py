@@ -33,7 +33,7 @@ from batchtune.units import bounds, counted, duration, interval, number, time_in
 _MOST_CONFIGURATIONS = 12
 _TIMES = {SECONDS: "times as long", JOULES: "times the energy"}
 _ENDED = OUTCOMES | {
-    "pruned": "stopped early: others were ahead",
+    "pruned": "stopped early: behind others, or levelled off",
     "capped": "stopped: slower than the best",
     "diverged": "diverged",
     "interrupted": "interrupted before its end",

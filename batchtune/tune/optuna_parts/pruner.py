@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from optuna import Study
 from optuna.pruners import BasePruner
@@ -14,6 +15,7 @@ from batchtune.vocabulary import Goal
 MILLISECOND = 1e-3
 _STALLED_GAIN = 0.03  # of the whole way so far, in half of the time
 _FEWEST_LOOKS = 12
+_EARLY = 0.1  # of the longest run
 
 
 class TimeToValuePruner(BasePruner):
@@ -28,7 +30,8 @@ class TimeToValuePruner(BasePruner):
     As long as no trial has got there, a run ends where the second half of its time has brought it less than 3 %
     further: its learning rate is too high. Where target and longest run are known, it also has to be too slow for them,
     since a curve that has levelled off right above its target gets there all the same: at the pace of that half, and
-    curves only slow down, it would still be short at its end.
+    curves only slow down, it would still be short at its end. Some stay level at first, or rise: none is judged before
+    a tenth of the longest run, nor while it is worse than before training.
 
     Args:
         goal: the direction of the reported metric.
@@ -73,18 +76,21 @@ class TimeToValuePruner(BasePruner):
 
     def _stalled(self, trial: FrozenTrial) -> bool:
         """Whether the second half of a run's time brought it hardly any further, and not fast enough."""
-        steps = sorted(trial.intermediate_values)
-        late = [step for step in steps if step > steps[-1] / 2]
-        if len(steps) < _FEWEST_LOOKS or len(late) < _FEWEST_LOOKS / 2:
+        (_, start), *looks = self._curve(trial)
+        looks = looks[_rise(start, looks) :]
+        if not looks or looks[-1][0] < _EARLY * (self._longest or 0.0):
             return False
-        values = [self._sign * trial.intermediate_values[step] for step in steps]
-        first, before, now = values[0], min(values[: -len(late)]), min(values)
-        if before - now > _STALLED_GAIN * (first - now):
+        taken, before = looks[-1][0], [value for seconds, value in looks if seconds <= looks[-1][0] / 2]
+        late = [value for seconds, value in looks if seconds > taken / 2]
+        if len(looks) < _FEWEST_LOOKS or len(late) < _FEWEST_LOOKS / 2:
+            return False
+        reached, now = min([start, *before]), min(start, *before, *late)
+        if reached - now > _STALLED_GAIN * (start - now):
             return False
         if self._target is None or self._longest is None:
             return True
-        half, left = steps[-1] * self._step / 2, self._longest - steps[-1] * self._step
-        return (before - now) / half * left < now - self._sign * self._target
+        left = self._longest - taken
+        return (reached - now) / (taken / 2) * left < now - self._sign * self._target
 
     def _best(self, study: Study) -> tuple[float, FrozenTrial] | None:
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
@@ -95,8 +101,7 @@ class TimeToValuePruner(BasePruner):
         """How many times as long as the best trial the run took for the best value that it has reached."""
         reached = min((value for _, value in self._curve(trial)[1:]), default=math.inf)
         (_, start), *looks = self._curve(best)
-        above = [value >= start for _, value in looks]
-        back = max((after for after in range(2, len(looks) + 1) if all(above[after - 2 : after])), default=0)
+        back = _rise(start, looks)
         lost = max((after for after, (_, value) in enumerate(looks[:back], 1) if value >= reached), default=0)
         same = next((seconds for seconds, value in looks[lost:] if value < reached), math.inf)
         return taken / max(same, MILLISECOND)
@@ -104,3 +109,9 @@ class TimeToValuePruner(BasePruner):
     def _curve(self, trial: FrozenTrial) -> list[tuple[float, float]]:
         """Seconds and values, of which less is better; the first is the one before training."""
         return [(step * self._step, self._sign * value) for step, value in sorted(trial.intermediate_values.items())]
+
+
+def _rise(start: float, looks: Sequence[tuple[float, float]]) -> int:
+    """How many looks a curve is no better than before training, up to the last two in a row; less is better."""
+    above = [value >= start for _, value in looks]
+    return max((after for after in range(2, len(looks) + 1) if all(above[after - 2 : after])), default=0)

@@ -95,7 +95,9 @@ class Trials:
             role: Role = trial.user_attrs.get("role", "search")
             seed = trial.user_attrs.get("seed", self.search_seed(trial.params))
             spec = parts.limits.spec(trial.params, role, seed)
-            spec = replace(spec, wall_seconds=max(0.0, parts.budget.seconds_left()))
+            left = max(0.0, parts.budget.seconds_left())
+            is_first = role == "search" and not parts.history.finished("baseline") and parts.history.best_cost() is None
+            spec = replace(spec, wall_seconds=left / 2 if is_first else left)  # today's setting is to have its time
             for key, value in _about(spec, role, parts.plan.config.ranks.nodes).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])

@@ -273,11 +273,25 @@ class TestEndings:
 
     def test_a_metric_that_is_maximized_is_worse_where_it_is_less(self, run):
         values = itertools.chain([0.5, 0.9], itertools.repeat(0.1))
-        spec = spec_of(metric="x", goal="maximize", limit_seconds=20.0)
+        spec = spec_of(metric="x", goal="maximize", target=0.95, limit_seconds=20.0)
         done = run(spec, evaluate=lambda _model: next(values))
         assert (done.outcome, done.points[-1].seconds) == ("diverged", 6.0)
-        values = itertools.chain([0.5], itertools.repeat(5.0))
+        values = itertools.chain([0.5], itertools.repeat(0.8))
         assert run(spec, evaluate=lambda _model: next(values)).outcome == "finished"
+
+    @pytest.mark.parametrize(
+        ("goal", "target", "values", "outcome"),
+        [
+            ("maximize", 0.9, [-1e-4, -6e-4], "finished"),  # R²
+            ("maximize", None, [0.0, -0.02], "finished"),
+            ("minimize", -1.0, [0.0, 0.05], "finished"),  # a negative log-likelihood
+            ("maximize", 0.9, [0.0, -3.0], "diverged"),
+        ],
+    )
+    def test_a_score_of_about_nothing_before_training_may_be_a_little_worse(self, run, goal, target, values, outcome):
+        seen = itertools.chain(values[:1], itertools.repeat(values[1]))
+        spec = spec_of(metric="x", goal=goal, target=target, limit_seconds=20.0)
+        assert run(spec, evaluate=lambda _model: next(seen)).outcome == outcome
 
 
 @pytest.fixture

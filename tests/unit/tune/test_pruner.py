@@ -68,6 +68,14 @@ def test_a_first_run_that_levels_off_goes_on_where_its_pace_would_bring_it_to_th
     assert first_run(LEVELLING_OFF, target, longest) is ends
 
 
+def test_a_first_run_is_not_judged_before_a_tenth_of_the_longest_nor_while_its_loss_has_risen():
+    level = [2.0] + [1.99] * 29
+    assert first_run(level, 0.1, 10.0)
+    assert not first_run(level, 0.1, 100.0)  # 1.6 seconds of training
+    assert not first_run([2.0] + [30.0 - look for look in range(27)], 0.1, 10.0)
+    assert first_run([2.0, 30.0, 20.0, *(1.9 for _ in range(30))], 0.1, 10.0)
+
+
 def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():
     assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 9: 0.1})
 
