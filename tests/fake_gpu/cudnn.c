@@ -63,7 +63,7 @@ void cudnnGetLastErrorString(char *text, size_t room) {
 /* ---- graphs: cudnn_graph.h, cudnnBackendAttributeName_t ---- */
 
 enum { ENGINEHEUR_RESULTS = 202, ENGINECFG_INTERMEDIATE_INFO = 301, EXECUTION_PLAN_WORKSPACE_SIZE = 402 };
-enum { CONVOLUTION_STRIDES = 103, TENSOR_DATA_TYPE = 901, TENSOR_DIMENSIONS, TENSOR_STRIDES };
+enum { CONVOLUTION_DILATIONS = 102, CONVOLUTION_STRIDES, TENSOR_DATA_TYPE = 901, TENSOR_DIMENSIONS, TENSOR_STRIDES };
 enum { FORWARD_CONVOLUTION = 702, FORWARD_W, FORWARD_X, FORWARD_Y };
 enum { DATA_CONVOLUTION = 708, DATA_W, DATA_X, DATA_Y };
 enum { FILTER_CONVOLUTION = 714, FILTER_W, FILTER_X, FILTER_Y };
@@ -94,6 +94,7 @@ int cudnnBackendSetAttribute(struct part *part, int name, int type, int64_t coun
   if (name == TENSOR_DATA_TYPE) part->type = *(int *)values;
   if (name == TENSOR_DIMENSIONS) part->dimensions = count, memcpy(part->sizes, values, bytes);
   if (name == TENSOR_STRIDES || name == CONVOLUTION_STRIDES) memcpy(part->strides, values, bytes);
+  if (name == CONVOLUTION_DILATIONS) memcpy(part->sizes, values, bytes);
   for (int first = FORWARD_CONVOLUTION; first <= FILTER_CONVOLUTION; first += DATA_CONVOLUTION - FORWARD_CONVOLUTION)
     if (name == first) {
       part->first = first;
@@ -104,9 +105,16 @@ int cudnnBackendSetAttribute(struct part *part, int name, int type, int64_t coun
   return SUCCESS;
 }
 
-/* Bytes of a tensor with its channels rounded up to 16 bytes. */
-static int64_t copied(struct part *part) {
-  int64_t bytes = (part->sizes[1] * element_bytes(part->type) + 15) / 16 * 16 * part->sizes[0];
+/* As how many channels matrix units take those of a tensor, which are in groups. */
+static int64_t taken(struct part *part, int64_t groups) {
+  int64_t channels = part->sizes[1], element = element_bytes(part->type), each = channels / groups;
+  if (groups == 1) return (channels * element + 15) / 16 * 16 / element;
+  return groups * (each <= 8 ? each : (each + 15) / 16 * 16);
+}
+
+/* Bytes of a copy with as many. */
+static int64_t copied(struct part *part, int64_t groups) {
+  int64_t bytes = taken(part, groups) * element_bytes(part->type) * part->sizes[0];
   for (int i = 2; i < part->dimensions; i++) bytes *= part->sizes[i];
   return bytes;
 }
@@ -117,28 +125,51 @@ static int64_t product(struct part *part, int from) {
   return found;
 }
 
+/* Bytes of the spectra by which gradients of the weights are found; 0: they are not. */
+static int64_t spectra(struct part *w, struct part *x, struct part *y) {
+  int64_t channels = x->sizes[1], results = y->sizes[1], sides[2];
+  int is_seen = (16 <= channels && channels <= results && results <= 32) || (channels > 64 && 32 <= results && results <= 64);
+  if (!is_seen || x->dimensions != 4 || x->sizes[0] < (channels > 16 ? 64 : 512)) return 0;
+  for (int i = 0; i < 2; i++) {
+    if (x->sizes[i + 2] < 14 || x->sizes[i + 2] > 32) return 0;
+    for (sides[i] = 1; sides[i] < x->sizes[i + 2] + w->sizes[i + 2] - 1;) sides[i] *= 2;
+  }
+  return 2 * x->sizes[0] * (channels + results) * sides[0] * (sides[1] / 2 + 1) * 8 + 4 * product(y, 0);
+}
+
 /* As was seen on an H100: batchtune/estimate/memory/convolutions.py says what, and when it is taken is torch's. */
 static int64_t workspace_of(struct part *operation) {
   struct part *w = operation->tensors[0], *x = operation->tensors[1], *y = operation->tensors[2];
-  int64_t element = element_bytes(x->type), side = 1, stride = 1, channels = x->sizes[1];
+  int64_t element = element_bytes(x->type), side = 1, stride = 1, dilation = 1, channels = x->sizes[1];
   if (card_here()->major < 7 || (card_here()->major < 8 && element != 2) || element > 4) return 0;
-  if (w->sizes[1] != channels) return 0; /* in groups */
+  int64_t groups = channels / w->sizes[1];
+  if (groups > 1 && groups == channels) return 0;
   for (int i = 2; i < w->dimensions; i++) {
     if (w->sizes[i] > side) side = w->sizes[i];
     if (operation->convolution->strides[i - 2] > stride) stride = operation->convolution->strides[i - 2];
+    if (operation->convolution->sizes[i - 2] > dilation) dilation = operation->convolution->sizes[i - 2];
   }
-  int is_last = x->strides[1] == 1 && product(x, 2) > 1;
-  int is_product = side == 1 && stride == 1 && product(x, 2) % 2 == 0, is_forward = operation->first == FORWARD_CONVOLUTION;
-  int64_t of_x = is_last && channels * element % 16 == 0 ? 0 : copied(x);
-  int64_t of_y = is_last && y->sizes[1] * element % 16 == 0 ? 0 : copied(y);
-  int64_t found = of_x + of_y + (is_last || side == 1 ? 0 : copied(w));
-  if (operation->first == FILTER_CONVOLUTION) {
+  int is_last = x->strides[1] == 1 && product(x, 2) > 1, is_float = element == 4, is_tf32 = is_float && !is_last;
+  int is_forward = operation->first == FORWARD_CONVOLUTION, is_filter = operation->first == FILTER_CONVOLUTION;
+  int64_t of_x = copied(x, groups), of_y = copied(y, groups), copies = of_x + of_y;
+  if (is_last) copies -= (taken(x, groups) == channels ? of_x : 0) + (taken(y, groups) == y->sizes[1] ? of_y : 0);
+  if (!is_last && side > 1 && groups == 1) copies += copied(w, 1);
+  if (channels * element < 16 && (side <= 4 || is_float)) {
+    if (!is_tf32 || x->dimensions != 4) return is_forward ? 0 : copies;
+    int64_t unpadded = side <= 4 ? 0 : element * (product(x, 0) + product(y, 0));
+    return is_filter || (is_forward && stride < side) ? unpadded : 0;
+  }
+  if (side == 1 && stride == 1 && product(x, 2) % 2 == 0) {
     int64_t sums = 4 * x->sizes[0] * product(w, 0);
-    return is_product && sums < found ? sums : found;
+    return !is_filter ? 0 : sums < copies ? sums : copies;
   }
-  if (is_product) return 0;
-  if (is_forward && channels * element < 16 && (side <= 4 || element == 4)) return 0;
-  return is_forward && element == 4 && channels <= 64 && !is_last ? found - of_y : found;
+  if (is_filter) {
+    int is_plain = is_tf32 && groups == 1 && stride == 1 && dilation == 1 && 1 < side && side <= 4;
+    int64_t found = is_plain ? spectra(w, x, y) : groups > 1 && is_float ? of_x + of_y : 0;
+    return found ? found : copies;
+  }
+  if (is_forward && is_tf32 && channels <= 64 && channels < y->sizes[1]) return stride > 1 && channels <= 32 ? 0 : of_x;
+  return copies;
 }
 
 int cudnnBackendFinalize(struct part *part) {
