@@ -64,12 +64,15 @@ def share(value: float | None) -> str:
 
 
 def interval(value: Interval | None, unit: str = "") -> str:
-    """A median with its bounds, all with as many decimals; '-' where not measured."""
+    """A median with its bounds, all with as many decimals; '-' where not measured.
+
+    Of runs that were cut off it is a least value: what each was given is less than it would have taken.
+    """
     if value is None:
         return "-"
     median, low, high = _alike([value.median, value.low, value.high])
     if value.at_least:
-        return f"at least {low}{unit}"
+        return f"at least {median}{unit}"
     between = bounds(low, high)
     return f"{median}{unit} ({between})" if between else f"{median}{unit}"
 

@@ -51,7 +51,7 @@ def _drawn(values: list[tuple[Recommendation, Interval]], found: Recommendation,
     for each, value in values:
         ends = (value.low, value.median, value.high)
         low, median, high = (duration(end) if key == SECONDS else f"{number(end, 4)}{unit}" for end in ends)
-        text, between = (f"≥ {low}", "cut off") if value.at_least else (median, bounds(low, high))
+        text, between = (f"≥ {median}", "cut off") if value.at_least else (median, bounds(low, high))
         shares = (value.low / longest, value.median / longest, value.high / longest) if drawable else None
         about = f"{batch_text(each)} @ {number(each.learning_rate)}"
         made.append(Bar("recommended" if each is found else "today", about, text, between, shares))

@@ -38,8 +38,8 @@ def test_figures_are_rounded_to_what_a_reader_can_use():
 def test_an_interval_has_as_many_decimals_in_all_its_figures():
     assert interval(Interval(median=3.82, low=2.7, high=6.81), "×") == "3.82× (2.70 to 6.81)"
     assert interval(Interval(median=1e-5, low=0.5e-5, high=2e-5)) == "1e-05 (5e-06 to 2e-05)"
-    assert interval(Interval(median=3.1, low=3.04, high=3.2, at_least=True), "×") == "at least 3.04×"
-    assert time_interval(Interval(median=3.1, low=3.0, high=3.2, at_least=True)) == "at least 3.0 s"
+    assert interval(Interval(median=3.1, low=3.04, high=3.2, at_least=True), "×") == "at least 3.10×"
+    assert time_interval(Interval(median=3.1, low=3.0, high=3.2, at_least=True)) == "at least 3.1 s"
     assert time_interval(Interval(median=4.381, low=4.379, high=4.384)) == "4.38 s"
     assert interval(None) == time_interval(None) == "-"
 
