@@ -30,8 +30,8 @@ class TimeToValuePruner(BasePruner):
     As long as no trial has got there, a run ends where the second half of its time has brought it less than 3 %
     further: its learning rate is too high. Where target and longest run are known, it also has to be too slow for them,
     since a curve that has levelled off right above its target gets there all the same: at the pace of that half, and
-    curves only slow down, it would still be short at its end. Some stay level at first, or rise: none is judged before
-    a tenth of the longest run, nor while it is worse than before training.
+    curves only slow down, it would still be short at its end. Some stay level at first: none is judged before a tenth
+    of the longest run. One that is worse than before training goes on while it rises or comes half-way back.
 
     Args:
         goal: the direction of the reported metric.
@@ -77,13 +77,18 @@ class TimeToValuePruner(BasePruner):
     def _stalled(self, trial: FrozenTrial) -> bool:
         """Whether the second half of a run's time brought it hardly any further, and not fast enough."""
         (_, start), *looks = self._curve(trial)
-        looks = looks[_rise(start, looks) :]
-        if not looks or looks[-1][0] < _EARLY * (self._longest or 0.0):
+        rise = _rise(start, looks)
+        is_worse = rise == len(looks)  # than before training
+        looks = looks if is_worse else looks[rise:]
+        if len(looks) < _FEWEST_LOOKS or looks[-1][0] < _EARLY * (self._longest or 0.0):
             return False
-        taken, before = looks[-1][0], [value for seconds, value in looks if seconds <= looks[-1][0] / 2]
+        taken, last = looks[-1]
+        before = [value for seconds, value in looks if seconds <= taken / 2]
         late = [value for seconds, value in looks if seconds > taken / 2]
-        if len(looks) < _FEWEST_LOOKS or len(late) < _FEWEST_LOOKS / 2:
+        if len(late) < _FEWEST_LOOKS / 2:
             return False
+        if is_worse:  # and has neither risen nor come half-way back since
+            return bool(before) and (before[-1] - start) / 2 < last - start <= before[-1] - start
         reached, now = min([start, *before]), min(start, *before, *late)
         if reached - now > _STALLED_GAIN * (start - now):
             return False
@@ -112,6 +117,6 @@ class TimeToValuePruner(BasePruner):
 
 
 def _rise(start: float, looks: Sequence[tuple[float, float]]) -> int:
-    """How many looks a curve is no better than before training, up to the last two in a row; less is better."""
-    above = [value >= start for _, value in looks]
+    """How many looks a curve is worse than before training, up to the last two in a row; less is better."""
+    above = [value > start for _, value in looks]
     return max((after for after in range(2, len(looks) + 1) if all(above[after - 2 : after])), default=0)

@@ -76,6 +76,12 @@ def test_a_first_run_is_not_judged_before_a_tenth_of_the_longest_nor_while_its_l
     assert first_run([2.0, 30.0, 20.0, *(1.9 for _ in range(30))], 0.1, 10.0)
 
 
+@pytest.mark.parametrize("stuck", [2.0, 2.05], ids=["where it began", "a little above"])
+def test_a_first_run_that_is_stuck_ends_though_it_is_no_better_than_before_training(stuck):
+    assert first_run([2.0, 2.1, *(stuck for _ in range(28))], 0.1, 10.0)
+    assert not first_run([2.0, *(2.0 + look for look in range(1, 29))], 0.1, 10.0)  # it is not known how far it rises
+
+
 def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():
     assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 9: 0.1})
 
