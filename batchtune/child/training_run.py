@@ -27,7 +27,7 @@ _WORSE_SHARE = 0.2  # of the limit: a run that is worse by more than that for so
 _WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
 _WARM_UP_STEPS = 3
 _FEWEST_ROUNDS = 3  # of steps that are timed in turn
-_LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
+_LATE_EVALUATIONS = 20  # however long a run, or what it needs, it is looked at this often
 _ASKING_SECONDS = 1.0
 
 
@@ -36,7 +36,8 @@ def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) ->
     if spec.evaluate_every is not None:
         return min(spec.limit_seconds, seconds + spec.evaluate_every)
     affordable = evaluation_seconds * (1 - EVALUATION_SHARE) / EVALUATION_SHARE
-    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, spec.limit_seconds / _LATE_EVALUATIONS))
+    finest = (spec.expected_seconds or spec.limit_seconds) / _LATE_EVALUATIONS
+    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, finest))
     return min(spec.limit_seconds, seconds + gap)
 
 

@@ -75,7 +75,8 @@ class Objective(Section):
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
         if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward)(?!.*loss)",
+            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward"
+            r"|(\b|_)(r2|top_?[\dk]|hits?|mrr|mcc|corr|kappa)(?![a-z])|ndcg|jaccard|pearson|spearman|correlation)(?!.*loss)",
             self.metric.lower(),
         ):
             raise ValueError(

@@ -111,6 +111,8 @@ class RunSpec:
         limit_seconds: training time after which the run ends.
         target: metric value at which the run ends; None runs to the limit.
         evaluate_every: training seconds between evaluations; None for the automatic pace.
+        expected_seconds: until the target, at the most, by what other runs took: the automatic pace tells a twentieth
+            of that; None for `limit_seconds`.
         evaluation_batch_size: samples in one forward pass of the default evaluation.
         most_step_seconds: that an optimizer step takes by what other runs had; None where there were none.
         optimizer_arguments: what else is handed to the user's build_optimizer, by name.
@@ -136,6 +138,7 @@ class RunSpec:
     limit_seconds: float
     evaluate_every: float | None
     evaluation_batch_size: int
+    expected_seconds: float | None = None
     most_step_seconds: float | None = None
     optimizer_arguments: dict[str, Value] = field(default_factory=dict)
     gradient_clipping: GradientClipping = NO_CLIPPING

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 
-from batchtune.config.schema import Config, Objective
+from batchtune.config.schema import Config
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Environment, Prior, ProbeResult, Recommendation, Target, Trial
 from batchtune.protocol.commands import Opened
@@ -14,16 +13,12 @@ from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
 from batchtune.tune.plan.space import rates_to_search
 from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.verdict.scores import slowdown
-from batchtune.units import number
+from batchtune.units import duration, number
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
 _HARDLY = 0.02  # of where training starts
 _AT = 1.1  # times a bound: near enough to have been kept from going on
-_FALLS = re.compile(
-    r"loss|error|mse|entropy|perplexity|diverg|distance|"
-    r"(?<![a-z])(err|mae|mape|ppl|bpb|bpc|bits|nll|wer|cer|fid|dist|kl|ece|brier|cost)(?![a-z])"
-)
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
@@ -80,14 +75,6 @@ def target_warnings(target: Target, trials: Sequence[Trial] = ()) -> list[str]:
     return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
 
 
-def goal_warnings(objective: Objective) -> list[str]:
-    """One where nothing says that less of the metric is better."""
-    if "goal" in objective.model_fields_set or _FALLS.search(objective.metric.lower()):
-        return []
-    text = f"{objective.metric} is minimized, since objective.goal is not set"
-    return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
-
-
 def precision_warnings(config: Config, opened: Opened) -> list[str]:
     """One where today's setting ran in a half precision that nobody has asked for."""
     ((precision, _), *_) = opened.precision
@@ -124,10 +111,12 @@ def bound_warnings(config: Config, found: Recommendation | None) -> list[str]:
 
 
 def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
-    """One where a study that has ended never came to search, or where the task raised errors in it."""
+    """One where a study that has ended had no time to search, or where the task raised errors in it."""
+    best = min((seconds for trial in trials if (seconds := trial.time_to_target_seconds)), default=0.0)
     searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
-    if not searched:
-        text = "no other configuration was tried: probe and baseline took all of budget.total"
+    if not any(trial.outcome != "capped" or (trial.training_seconds or 0.0) >= best for trial in searched):
+        had = f"one that trained as long as it took what got there ({duration(best)})" if searched else "any"
+        text = f"no other configuration was tried: probe and baseline left budget.total no time for {had}"
         return [f"{text}; start again with budget.total={enough}"]
     raised = [trial.message for trial in searched if trial.outcome == "user_error"]
     if not raised:

@@ -27,6 +27,7 @@ from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune import findings
+from batchtune.tune.plan.open_task import goal_warnings
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.units import counted, duration
 
@@ -167,13 +168,13 @@ class Progress:
         of_device = findings.device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
             return of_device
-        found = findings.goal_warnings(self.config.objective) + findings.bound_warnings(self.config, recommended)
+        found = goal_warnings(self.config.objective) + findings.bound_warnings(self.config, recommended)
         sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
         found += findings.precision_warnings(self.config, opened) + findings.schedule_warnings(opened, trials)
         if study and status == "complete":
-            found += findings.search_warnings(trials, study.parts.budget.enough())
+            found = findings.search_warnings(trials, study.parts.budget.enough()) + found
         return found + of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)
 
 

@@ -471,15 +471,16 @@ def test_what_is_to_be_said_of_a_task_and_its_metric_is_said_by_a_dry_run_and_fi
     quick_cli.write(
         "linear.py",
         f"{task}\n"
-        "def evaluate(model): return {'mean_ndcg': float(model.weight.square().sum())}\n"
+        "def evaluate(model): return {'margin': float(model.weight.square().sum())}\n"
         "def build_scheduler(optimizer, total_steps): return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n",
     )
-    odd = ("objective.metric=mean_ndcg", "objective.kind=best_metric", "objective.target=auto", "device=cpu")
+    odd = ("objective.metric=margin", "objective.kind=best_metric", "objective.target=auto", "device=cpu")
     dry = quick_cli("tune", "config.yaml", *odd, "--dry-run")
     assert "StepLR takes the learning rate below a hundredth within 7 of 1,000 optimizer steps" in dry.err
+    assert "margin is minimized, since objective.goal is not set" in " ".join(dry.err.split())
     short = ("budget.trials=1", "confirm=off", "budget.run=200ms", "learning_rate.max=1e-3", "learning_rate.min=5e-4")
     told = quick_cli("tune", "config.yaml", *odd, *short, "--json", "-q").document["warnings"]
-    assert told[0].startswith("mean_ndcg is minimized, since objective.goal is not set")
+    assert told[0].startswith("margin is minimized, since objective.goal is not set")
     assert any(each.startswith("StepLR takes") for each in told[1:])
 
 

@@ -313,7 +313,30 @@ def test_ranks_train_sizes_that_all_of_them_share():
 
 @pytest.mark.parametrize(
     "metric",
-    ["psnr", "val_ssim", "dice", "miou", "rougeL", "precision", "mean_reward", "acc_loss", "mean_return", "exact"],
+    [
+        "psnr",
+        "val_ssim",
+        "dice",
+        "miou",
+        "rougeL",
+        "precision",
+        "mean_reward",
+        "acc_loss",
+        "mean_return",
+        "exact",
+        "r2",
+        "val/r2",
+        "top1",
+        "top_5",
+        "hits@10",
+        "mrr",
+        "ndcg@10",
+        "mean_ndcg",
+        "mcc",
+        "kappa",
+        "pearson",
+        "corr",
+    ],
 )
 def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
     with pytest.raises(ValueError, match="looks like one to maximize"):
@@ -323,7 +346,21 @@ def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
 
 @pytest.mark.parametrize(
     "metric",
-    ["val_loss", "dice_loss", "ssim_loss", "iou_loss", "indices_off", "previous_error", "perplexity", "inexact"],
+    [
+        "val_loss",
+        "dice_loss",
+        "ssim_loss",
+        "iou_loss",
+        "indices_off",
+        "previous_error",
+        "perplexity",
+        "inexact",
+        "corr_loss",
+        "stop1",
+        "white",
+        "r2d2",
+        "correctness_error",
+    ],
 )
 def test_a_metric_that_looks_like_a_loss_is_minimized(metric):
     assert Objective(metric=metric).goal == "minimize"

@@ -37,9 +37,10 @@ class Limits:
         of_rank = int(params["batch_size"]) // ranks
         made = split(self._plan.tokens, of_rank, min(self._plan.micro_batch_size(variant) or most, most), max_micro)
         cap = self._confirm_cap(params) if role == "confirm" else self.capped_at() if role == "search" else None
-        if cap is not None and role == "confirm" and self._cost is SECONDS:
-            cap = max(cap, CONFIRM_SHARE * config.budget.run)
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
+        limit = longest if cap is None or self._cost is not SECONDS else min(longest, cap)
+        own = self._searched(params) if role == "confirm" and self._cost is SECONDS else []
+        least = CONFIRM_SHARE * config.budget.run if role == "confirm" else 0.0
         spec = RunSpec(
             micro_batch_size=made.micro_batch_size,
             accumulation_steps=made.steps,
@@ -49,7 +50,8 @@ class Limits:
             metric=objective.metric,
             goal=objective.goal,
             target=None if role == "baseline" and self._targets.is_automatic else self._targets.current.value,
-            limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
+            limit_seconds=max(limit, least),
+            expected_seconds=min([limit, *(LOST_FACTOR * seconds for seconds in own)]),
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
@@ -83,8 +85,12 @@ class Limits:
         if params == self._space.baseline:
             best = max(self._taken("confirm", params), default=self._history.best_cost())
             return LOST_FACTOR * best if best is not None else None
-        own = [cost for trial, cost in self._history.costs("search") if trial.params == params]
+        own = self._searched(params)
         return max([LOST_FACTOR * min(own), *self._taken("baseline")]) if own else None
+
+    def _searched(self, params: Mapping[str, Value]) -> list[float]:
+        """What the target cost runs of these parameters in the search."""
+        return [cost for trial, cost in self._history.costs("search") if trial.params == params]
 
     def _taken(self, role: Role, but: Mapping[str, Value] | None = None) -> list[float]:
         """What the target cost runs of a role, or what they were given without it; of some parameters none count."""

@@ -86,10 +86,10 @@ class Targets:
             raise NothingFitsError(
                 "the baseline diverged, so there is no target; lower baseline.learning_rate, or set objective.target"
             )
-        raise NothingFitsError(
-            f"the baseline did not improve {self._objective.metric} within budget.run ({self._config.budget.run:g} s), "
-            "so there is no target; raise budget.run, fix the baseline, or set objective.target"
-        )
+        trained = max(trial.training_seconds or 0.0 for trial in history.records() if trial.role == "baseline")
+        text = f"the baseline did not improve {self._objective.metric} ({self._objective.goal}) in {duration(trained)}"
+        remedy = "raise budget.run and budget.total, fix the baseline, or set objective.target"
+        raise NothingFitsError(f"{text} of training, so there is no target; {remedy}")
 
     def check_start(self) -> None:
         """Refuses a metric that no run could be judged by, once runs have begun: another seed may start elsewhere.

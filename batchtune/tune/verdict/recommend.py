@@ -240,7 +240,8 @@ def _unconfirmed(
     fresh = groups.get(config_of(group[0]), ())
     told = [trial for trial in group if trial.role == "confirm"] or group
     values = [value for trial in told if (value := scoring.of(trial)) is not None]
-    count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
+    best = "best of" if scoring.expected is None else "best by all of"
+    count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
     so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""

@@ -516,6 +516,10 @@ class TestNextEvaluation:
     def test_but_a_run_is_looked_at_twenty_times_however_dear_they_are(self):
         assert next_evaluation(0.0, 1000.0, self.automatic) == pytest.approx(5.0)
 
+    def test_and_so_often_in_what_it_is_expected_to_need_however_long_it_may_train(self):
+        due = next_evaluation(0.0, 1000.0, dataclasses.replace(self.automatic, expected_seconds=0.4))
+        assert due == pytest.approx(0.02)
+
 
 @pytest.mark.parametrize(
     ("goal", "value", "reached"),

@@ -23,7 +23,7 @@ from batchtune.protocol.messages import pace_kind
 from batchtune.tune.plan.space import Space
 from batchtune.tune.study.confirmation import Confirmation
 from batchtune.tune.study.history import StudyHistory, curve_attribute
-from batchtune.tune.study.limits import CAP_FACTOR, Limits
+from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR, Limits
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import open_storage
 from batchtune.tune.study.targets import Targets
@@ -228,7 +228,9 @@ def test_a_metric_that_is_no_number_before_training_is_the_users(tmp_path, kind)
 
 
 def test_a_metric_that_never_changes_has_no_target_to_race_for(tmp_path):
-    with pytest.raises(NothingFitsError, match=r"the baseline did not improve val_loss within budget.run"):
+    with pytest.raises(
+        NothingFitsError, match=r"the baseline did not improve val_loss \(minimize\) in [\d.]+ m?s of training"
+    ):
         study(tmp_path, Saying(lambda _: 0.5), budget=SHORT).run()
 
 
@@ -1218,9 +1220,16 @@ def test_a_fresh_seed_has_a_tenth_of_the_longest_run_however_lucky_the_search_wa
     tuned = study(tmp_path, worker, budget=Budget(run=1200.0, total=36000.0, trials=14))
     tuned.run()
     pairs = zip(tuned.records(), worker.specs, strict=True)
+    pairs = [(trial, spec) for trial, spec in pairs if trial.learning_rate != 1e-3]
     limits = {trial.role: spec["limit_seconds"] for trial, spec in pairs}
     assert limits["confirm"] == 120.0
     assert limits["search"] < 120.0
+    own = {(t.batch_size, t.learning_rate): t.time_to_target_seconds for t, _ in pairs if t.role == "search"}
+    looked = [
+        (spec["expected_seconds"], own[t.batch_size, t.learning_rate]) for t, spec in pairs if t.role == "confirm"
+    ]
+    assert looked
+    assert all(expected <= LOST_FACTOR * seconds for expected, seconds in looked), "it is looked at too seldom"
 
 
 def test_it_has_as_much_where_the_baseline_did_not_get_there(tmp_path):

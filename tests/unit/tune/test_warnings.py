@@ -9,13 +9,13 @@ from batchtune.document import CurvePoint, ProbeResult, Recommendation, Straggle
 from batchtune.tune.findings import (
     baseline_warnings,
     bound_warnings,
-    goal_warnings,
     precision_warnings,
     schedule_warnings,
     search_warnings,
     straggler_warnings,
     uneven_warnings,
 )
+from batchtune.tune.plan.open_task import goal_warnings
 
 
 def probe(largest, limited_by):
@@ -50,14 +50,14 @@ def test_a_precision_that_nobody_asked_for_is_told_where_today_may_be_another(as
         ("char_error_rate", {}, False),
         ("val/rmse", {}, False),
         ("mae_val", {}, False),
-        ("mean_ndcg", {}, True),
-        ("mean_ndcg", {"goal": "minimize"}, False),
+        ("margin", {}, True),
+        ("margin", {"goal": "minimize"}, False),
         ("accuracy", {"goal": "maximize"}, False),
     ],
 )
 def test_a_metric_of_which_nothing_says_that_less_is_better_is_told(metric, given, told):
     warned = [each.partition(":")[0] for each in goal_warnings(Objective(metric=metric, **given))]
-    assert warned == ["mean_ndcg is minimized, since objective.goal is not set"] * told
+    assert warned == ["margin is minimized, since objective.goal is not set"] * told
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,16 @@ def test_a_study_that_had_time_for_its_baseline_alone_says_so():
     assert told.startswith("no other configuration was tried")
     assert told.endswith("start again with budget.total=12m")
     assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")], "12m") == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "told"), [("capped", 0.4, True), ("capped", 5.0, False), ("reached", 0.4, False)]
+)
+def test_so_does_one_whose_search_was_cut_off_before_it_had_trained_as_long_as_the_baseline(outcome, seconds, told):
+    baseline = trial("baseline", "reached").model_copy(update={"time_to_target_seconds": 4.0})
+    searched = trial("search", outcome).model_copy(update={"training_seconds": seconds})
+    warned = search_warnings([baseline, searched], "12m")
+    assert [each.partition(":")[0] for each in warned] == ["no other configuration was tried"] * told
 
 
 def test_runs_in_which_the_task_raised_an_error_are_told_of():
