@@ -305,6 +305,20 @@ def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, quick_cli
     assert "budget.total (1 s) was used up before the baseline had shown a target; raise it" in finished.err
 
 
+def test_a_budget_without_time_for_the_steps_of_a_single_run_ends_at_the_first_attempt(quick_cli):
+    task = (quick_cli.folder / "linear.py").read_text()
+    slow = "def compute_loss(model, batch):\n    import time; time.sleep(0.42)\n"
+    quick_cli.write("linear.py", task.replace("def compute_loss(model, batch):\n", slow, 1))
+    finished = quick_cli("tune", "config.yaml", "budget.total=5s", "budget.run=1s", "--json", "-q")
+    assert finished.code == 4
+    assert re.search(
+        r"a step at batch \d+ takes [\d.]+ m?s: budget.total \(5 s\) has no time for a search; "
+        r"start again with budget.run=\d+s budget.total=2m",
+        finished.err,
+    )
+    assert len(finished.document["probe"]["attempts"]) == 1
+
+
 # report
 
 
@@ -638,7 +652,7 @@ def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, re
     assert "Traceback" not in finished.err
     result_schema.validate(finished.document)
     assert finished.document["status"] == "interrupted"
-    assert [attempt["batch_size"] for attempt in finished.document["probe"]["attempts"]] == [1]
+    assert len(finished.document["probe"]["attempts"]) == 1
     assert finished.document == cli.result("probe-slow")
     assert len(family) > 1
     assert all_gone(family)
