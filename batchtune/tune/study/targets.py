@@ -18,6 +18,7 @@ from batchtune.vocabulary import FAILED, Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
+_PERCENT = 100
 LEVEL_LOOKS, LEVEL_SECONDS = 10, 5.0  # before a run is said to have levelled off
 
 
@@ -140,8 +141,12 @@ class Targets:
         """How near to the target a run came."""
         points = [point for trial in self._history.records() for point in trial.curve]
         values = [point.value for point in points if point.value is not None]
-        best = min if self._objective.goal == "minimize" else max
-        return f"; the best was {best(values):g}" if values else ""
+        if not values:
+            return ""
+        best, target = (min if self._objective.goal == "minimize" else max)(values), self.current.value or 0.0
+        is_percentage = self._objective.goal == "maximize" and 0 <= min(values) <= best <= 1 < target <= _PERCENT
+        as_share = f", and none is above 1: is {target / _PERCENT:g} meant?" if is_percentage else ""
+        return f"; the best was {best:g}{as_share}"
 
 
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:

@@ -101,3 +101,12 @@ def test_a_target_that_no_run_has_reached_is_told_with_what_ended_them(seconds, 
         targets.unmet("9m")
         == f"no run reached the target (val_loss at most 0.01; the best was 1) {told} an easier objective.target"
     )
+
+
+@pytest.mark.parametrize(("target", "value", "told"), [(60.0, 0.7, True), (60.0, 7.0, False), (0.9, 0.7, False)])
+def test_a_target_in_percent_of_a_metric_that_is_a_share_of_one_is_told(target, value, told):
+    ran = SimpleNamespace(outcome="finished", role="search", curve=[CurvePoint(seconds=60.0, samples=9, value=value)])
+    objective = Objective(metric="accuracy", goal="maximize", target=target)
+    config = law.plan(objective=objective, budget=Budget(run=60.0, total=70.0)).config
+    found = Targets(SimpleNamespace(user_attrs={}), config, SimpleNamespace(records=lambda: [ran])).unmet("9m")
+    assert ("the best was 0.7, and none is above 1: is 0.6 meant?" in found) == told
