@@ -35,6 +35,15 @@ def _task_place(value: str) -> str:
 _Precisions = Annotated[list[Precision], Field(min_length=1), distinct("{}: each precision once")]
 _Switches = Annotated[list[bool], Field(min_length=1), distinct("each of true and false once")]
 
+_RISES = re.compile(  # what people maximize, by its name
+    r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward"
+    r"|(\b|_)(r2|top_?[\dk]|hits?|mrr|mcc|corr|kappa)(?![a-z])|ndcg|jaccard|pearson|spearman|correlation)(?!.*loss)"
+)
+_FALLS = re.compile(
+    r"loss|error|mse|entropy|perplexity|diverg|distance|"
+    r"(?<![a-z])(err|mae|mape|ppl|bpb|bpc|bits|nll|wer|cer|fid|dist|kl|ece|brier|cost)(?![a-z])"
+)
+
 
 class Memory(Section):
     """How much device memory a rank may reserve."""
@@ -74,17 +83,20 @@ class Objective(Section):
 
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
-        if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward"
-            r"|(\b|_)(r2|top_?[\dk]|hits?|mrr|mcc|corr|kappa)(?![a-z])|ndcg|jaccard|pearson|spearman|correlation)(?!.*loss)",
-            self.metric.lower(),
-        ):
+        if "goal" not in self.model_fields_set and _RISES.search(self.metric.lower()):
             raise ValueError(
                 f"{self.metric!r} looks like one to maximize: write objective.goal=maximize (or minimize, or --target)"
             )
         if self.kind == "best_metric" and self.target != "auto":
             raise ValueError("best_metric has no target; leave it out, or use kind: time_to_target")
         return self
+
+    def warnings(self) -> list[str]:
+        """One where nothing says that less of the metric is better."""
+        if "goal" in self.model_fields_set or _FALLS.search(self.metric.lower()):
+            return []
+        text = f"{self.metric} is minimized, since objective.goal is not set"
+        return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
 
 
 class Budget(Section):

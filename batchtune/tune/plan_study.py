@@ -11,6 +11,7 @@ from batchtune.tune.plan.space import Plan
 from batchtune.tune.plan.study_probe import study_probe
 from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
 from batchtune.tune.progress import Progress
+from batchtune.tune.study.budget import ProbeInTime
 from batchtune.tune.study.storage import Agreement
 
 
@@ -34,6 +35,7 @@ def plan_study(
             observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
+        observer = ProbeInTime(config, observer)
         progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
         probe, others = progress.probing.run(), dict[str, int]()
         for variant in config.variants[1:]:

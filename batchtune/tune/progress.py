@@ -27,7 +27,6 @@ from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune import findings
-from batchtune.tune.plan.open_task import goal_warnings
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.units import counted, duration
 
@@ -168,7 +167,7 @@ class Progress:
         of_device = findings.device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
             return of_device
-        found = goal_warnings(self.config.objective) + findings.bound_warnings(self.config, recommended)
+        found = self.config.objective.warnings() + findings.bound_warnings(self.config, recommended)
         sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)

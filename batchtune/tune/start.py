@@ -7,7 +7,7 @@ import time
 from batchtune.observer import Observer
 from batchtune.tune.group_runs import train_groups
 from batchtune.tune.plan.configure import WarmStart, identity_of
-from batchtune.tune.plan.open_task import goal_warnings, grow, open_pool, open_task
+from batchtune.tune.plan.open_task import grow, open_pool, open_task
 from batchtune.tune.plan_study import plan_study
 from batchtune.tune.progress import Progress
 from batchtune.tune.scaling import scale
@@ -28,7 +28,7 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
         progress.identity = identity_of(config) | {"the device": opened.environment.device}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was
         grow(pool, opened, observer)
-        for told in goal_warnings(config.objective):
+        for told in config.objective.warnings():
             observer.announce(told)
         opening_seconds = time.perf_counter() - progress.began
         if progress.earlier is None and config.budget.given_total is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from batchtune.config.schema import Config, Objective
+from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError, kind_of
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
@@ -16,11 +15,6 @@ from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution
 from batchtune.tune.plan.tokens import in_samples, require_tokens
-
-_FALLS = re.compile(
-    r"loss|error|mse|entropy|perplexity|diverg|distance|"
-    r"(?<![a-z])(err|mae|mape|ppl|bpb|bpc|bits|nll|wer|cer|fid|dist|kl|ece|brier|cost)(?![a-z])"
-)
 
 
 def require_executor(executor: Literal["local", "ray"]) -> None:
@@ -145,14 +139,6 @@ def worker_settings(config: Config) -> OpenTask:
     )
 
 
-def goal_warnings(objective: Objective) -> list[str]:
-    """One where nothing says that less of the metric is better."""
-    if "goal" in objective.model_fields_set or _FALLS.search(objective.metric.lower()):
-        return []
-    text = f"{objective.metric} is minimized, since objective.goal is not set"
-    return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
-
-
 def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     """What a dry run has found, in sentences; `facts` are as `check` returns them."""
     samples, device = facts.get("train_size"), facts.get("device", config.device)
@@ -170,4 +156,4 @@ def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     if {"min", "max"} & rates.model_fields_set and not rates.min <= base.learning_rate <= rates.max:
         rate = f"baseline.learning_rate {base.learning_rate:g}"
         told.append(f"{rate} is outside of learning_rate: it is measured, and not searched")
-    return [*told, *goal_warnings(config.objective), *facts.get("notes", ())]
+    return [*told, *config.objective.warnings(), *facts.get("notes", ())]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.config.schema import Config
 from batchtune.document import Attempt
-from batchtune.errors import NothingFitsError
-from batchtune.observer import Forwarder, Observer
+from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
 from batchtune.probe.timing.steps import MAX_POINTS
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
@@ -17,12 +15,10 @@ from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.tokens import in_samples
-from batchtune.units import duration
 from batchtune.vocabulary import Variant
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
-FEWEST_STEPS, FEWEST_IN_TOTAL = 20, 200  # of a run that learns anything, and of a study of such runs
 VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
 _LEAST_TIMING_SECONDS = 0.1  # of each size
 _TIMING_WITHIN = 0.05  # of budget.total, however slow steps are
@@ -63,25 +59,4 @@ def study_probe(
         variant=variant or Variant(),
         lengths="auto" if config.batch_size.unit == "tokens" else None,
     )
-    return Probe(worker, options, precision, _InTime(config, observer), known)
-
-
-class _InTime(Forwarder):
-    """Ends the probe of a study whose budget.total has no time for the steps of a single run.
-
-    Raises:
-        NothingFitsError: an attempt has shown that, with what would be enough.
-    """
-
-    def __init__(self, config: Config, behind: Observer) -> None:
-        super().__init__(behind)
-        self._total = config.budget.total
-
-    def attempted(self, attempt: Attempt) -> None:
-        super().attempted(attempt)
-        step = attempt.step_seconds or 0.0
-        if not attempt.fits or FEWEST_STEPS * step <= self._total:
-            return
-        run, total = math.ceil(FEWEST_STEPS * step), math.ceil(FEWEST_IN_TOTAL * step / 60)
-        text = f"a step at batch {attempt.batch_size:,} takes {duration(step)}: budget.total ({self._total:g} s) has no"
-        raise NothingFitsError(f"{text} time for a search; start again with budget.run={run}s budget.total={total}m")
+    return Probe(worker, options, precision, observer, known)

@@ -9,7 +9,9 @@ from optuna import Study
 from optuna.storages import InMemoryStorage
 
 from batchtune.config.schema import Config
-from batchtune.observer import Observer
+from batchtune.document import Attempt
+from batchtune.errors import NothingFitsError
+from batchtune.observer import Forwarder, Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.study.history import StudyHistory
@@ -24,6 +26,7 @@ TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told wh
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline whose run nobody has limited
 ON_FIRST_SEED = 2  # times as many contenders run on the first fresh seed, where nobody has set how many are confirmed
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
+FEWEST_STEPS, STEPS_IN_TOTAL = 20, 200  # of a run that learns anything, and of a study of such runs
 AGAIN = "searched_again"  # attribute of the study: how often, since fresh seeds had left nothing better than today's
 Clock = Callable[[], float]
 
@@ -229,3 +232,24 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
     history = StudyHistory(study, cost_of(config.objective.kind))
     budget = StudyBudget(config, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
     return budget.outlook()
+
+
+class ProbeInTime(Forwarder):
+    """Ends the probe of a study whose budget.total has no time for the steps of a single run.
+
+    Raises:
+        NothingFitsError: an attempt has shown that, with what would be enough.
+    """
+
+    def __init__(self, config: Config, behind: Observer) -> None:
+        super().__init__(behind)
+        self._total = config.budget.given_total or math.inf  # which it will be set by
+
+    def attempted(self, attempt: Attempt) -> None:
+        super().attempted(attempt)
+        step = attempt.step_seconds or 0.0
+        if not attempt.fits or FEWEST_STEPS * step <= self._total:
+            return
+        run, total = math.ceil(FEWEST_STEPS * step), math.ceil(STEPS_IN_TOTAL * step / 60)
+        text = f"a step at batch {attempt.batch_size:,} takes {duration(step)}: budget.total ({self._total:g} s) has no"
+        raise NothingFitsError(f"{text} time for a search; start again with budget.run={run}s budget.total={total}m")

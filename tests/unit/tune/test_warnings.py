@@ -15,7 +15,6 @@ from batchtune.tune.findings import (
     straggler_warnings,
     uneven_warnings,
 )
-from batchtune.tune.plan.open_task import goal_warnings
 
 
 def probe(largest, limited_by):
@@ -56,7 +55,7 @@ def test_a_precision_that_nobody_asked_for_is_told_where_today_may_be_another(as
     ],
 )
 def test_a_metric_of_which_nothing_says_that_less_is_better_is_told(metric, given, told):
-    warned = [each.partition(":")[0] for each in goal_warnings(Objective(metric=metric, **given))]
+    warned = [each.partition(":")[0] for each in Objective(metric=metric, **given).warnings()]
     assert warned == ["margin is minimized, since objective.goal is not set"] * told
 
 
