@@ -41,6 +41,10 @@ class _FakeMode(FakeTensorMode):
     def avoid_device_init(self) -> bool:
         return True
 
+    def __deepcopy__(self, _: object) -> _FakeMode:
+        """Itself: a fake tensor's copy is one of the same mode, or torch may crash."""
+        return self
+
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -76,7 +75,6 @@ class Recorder(TorchDispatchMode):
         self.trace, self.device_type = trace, device_type
         self.moment = "build"
         self._live: dict[int, tuple[int, weakref.finalize[[int, int], torch.UntypedStorage]]] = {}
-        self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
         self._values = Values(trace.notes, device_type)
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
@@ -178,10 +176,7 @@ class Recorder(TorchDispatchMode):
         if storage is None or storage._cdata in self._live or not storage.nbytes():  # noqa: SLF001
             return
         key, size = storage._cdata, storage.nbytes()  # noqa: SLF001
-        number = self.number_of(args[0]) if call.func.is_view and args and isinstance(args[0], Tensor) else None
-        if number is None:
-            number = self._born(held or size, str(call.func), call)
-        self._storages[number] += 1
+        number = self._born(held or size, str(call.func), call)
         finalizer = weakref.finalize(storage, self._died, key, number)
         finalizer.atexit = False
         self._live[key] = (number, finalizer)
@@ -220,9 +215,7 @@ class Recorder(TorchDispatchMode):
 
     def _died(self, key: int, number: int) -> None:
         self._live.pop(key, None)
-        self._storages[number] -= 1
-        if not self._storages[number]:
-            self.trace.events.append(-(number + 1))
+        self.trace.events.append(-(number + 1))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -219,6 +219,29 @@ def test_a_copy_of_a_module_that_has_buffers_is_traced(ask):
     assert found["peak_allocated_bytes"] == anew["peak_allocated_bytes"]
 
 
+def test_a_copy_that_build_model_makes_is_traced_as_the_model_is(ask):
+    """An average of its weights, say: a copy of tensors of another mode crashed torch, not in every process."""
+    averaged = """
+    import copy
+
+    def build_model():
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+        average = copy.deepcopy(model)
+        pairs = zip([*average.parameters(), *average.buffers()], [*model.parameters(), *model.buffers()])
+        assert all(new.fake_mode is old.fake_mode for new, old in pairs)
+        return {"model": model, "average": average}
+
+    def make_batch(size):
+        return torch.randn(size, 64)
+
+    def compute_loss(model, batch):
+        return model["model"](batch).square().mean()
+    """
+    single = averaged.replace("copy.deepcopy(model)", "model")
+    twice, once = (ask(text, memory_limit=200 << 20)["details"][0]["parameters_bytes"] for text in (averaged, single))
+    assert twice == pytest.approx(2 * once, abs=8)  # the count of batches stays on the CPU
+
+
 def test_lazy_modules_are_refused_with_what_to_write(ask):
     assert (
         "such as nn.LazyLinear, are made from data: give them their sizes"
