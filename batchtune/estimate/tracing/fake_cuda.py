@@ -177,6 +177,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "get_device_capability", lambda *_, **__: (8, 0)),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "empty_cache", lambda: None),
+        (torch._C, "_InferenceMode", lambda on: torch.set_grad_enabled(not on)),  # noqa: SLF001 - hides operators' parts
         (subclasses, "FakeTensor", _NobodysTensor),  # by which libraries ask whether they are being compiled
         (torch._C, "_conv_determine_backend_memory_format", lambda image, weight, _: layout_of(image, weight)),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),

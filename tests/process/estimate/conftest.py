@@ -30,7 +30,15 @@ def ask(child, tmp_path):
     """Estimates the task in a source text; returns the child's answer."""
 
     def asking(
-        source, precision="fp32", *, accumulation_steps=1, gpus=(A100,), memory_limit=None, name="task", worker=child
+        source,
+        precision="fp32",
+        *,
+        accumulation_steps=1,
+        gpus=(A100,),
+        memory_limit=None,
+        name="task",
+        worker=child,
+        **more,
     ):
         path = tmp_path / f"{name}.py"
         path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
@@ -40,6 +48,7 @@ def ask(child, tmp_path):
             "accumulation_steps": accumulation_steps,
             "gpus": list(gpus),
             "memory_limit": memory_limit,
+            **more,
         }
         return worker.call(EstimateMemory(**arguments), timeout=120).model_dump(exclude_none=True)
 

@@ -125,6 +125,15 @@ def test_flash_attention_keeps_no_scores_and_a_mask_takes_the_efficient_kernel(a
         assert small["confidence"].startswith("high")
 
 
+def test_inference_keeps_no_scores_either_but_where_the_user_chooses_the_kernel_that_does(ask):
+    """Torch's inference mode hides from a trace what is inside of attention."""
+    limit, scores = 400 << 20, 2048 * 2048 * 2
+    with_math = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): return nn"
+    math = ATTENTION.replace("return nn", with_math)
+    flash, kept = (ask(text, "bf16", memory_limit=limit, inference=True)["gpus"][0] for text in (ATTENTION, math))
+    assert kept["max_batch_size"] * scores < limit < flash["max_batch_size"] * scores
+
+
 def test_checkpointing_halves_what_is_kept(ask):
     deep = """
     from torch.utils.checkpoint import checkpoint
