@@ -32,8 +32,10 @@ _MOST_BARS = 24
 def headline(estimates: Sequence[Estimate]) -> Headline | None:
     """The largest batch on the GPU asked about, or on how many of several it trains."""
     rows = _by_memory(row for row in estimates if row.max_batch_size)
+    answered = [row for row in estimates if row.confidence != _REFUSED]
+    which = " that were estimated" if 0 < len(answered) < len(estimates) else ""
     if not rows:
-        return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
+        return Headline("0", f"GPUs{which or ' asked about'} could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
         known = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
@@ -48,7 +50,7 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         for name, row in (("least memory", rows[0]), ("most memory", rows[-1]))
     ]
     choice.append(Fact("precision", ", ".join(_precisions(rows))))
-    text = f"of {len({row.gpu for row in estimates})} GPUs could {_verb(rows)} it"
+    text = f"of {len({row.gpu for row in answered})} GPUs{which} could {_verb(rows)} it"
     return Headline(str(count), text, choice, "calculated, not measured", repeats=True)
 
 
@@ -57,7 +59,8 @@ def lines(estimates: Sequence[Estimate]) -> list[Fact]:
     refused = [row for row in estimates if row.confidence == _REFUSED and row.notes]
     if not refused or len(refused) == len(estimates):  # else that is the error
         return []
-    return [Fact(_REFUSED, f"{len({row.gpu for row in refused})} of them: {gist(refused[0].notes[0])}")]
+    which, asked = ({row.gpu for row in rows} for rows in (refused, estimates))
+    return [Fact(_REFUSED, f"{len(which)} of {len(asked)} GPUs: {gist(refused[0].notes[0])}")]
 
 
 def _by_memory(rows: Iterable[Estimate]) -> list[Estimate]:

@@ -272,6 +272,12 @@ def test_gpus_of_which_nothing_is_known_are_told_with_the_reason_and_shown_after
     refused = known_of_it | {"confidence": "refused", "notes": [reason]}
     known = [estimated_row(gpu.name, gpu.memory_bytes >> 30) for gpu in all_gpus() if gpu.name not in COMMON]
     view = view_of(result_of("estimate", estimates=[refused, *known]))
-    assert [(line.name, line.text) for line in view.lines] == [("refused", "1 of them: tracing took longer than 60 s")]
+    said = f"1 of {len(known) + 1} GPUs: tracing took longer than 60 s"
+    assert [(line.name, line.text) for line in view.lines] == [("refused", said)]
+    assert view.headline.figure == str(len(known))
+    assert view.headline.words == f"of {len(known)} GPUs that were estimated could train it"
     assert "A100-80GB" not in view.overview.columns[0].cells
     assert view_of(result_of("estimate", estimates=[refused])).lines == []
+    too_small = known[0] | {"max_batch_size": None, "safe_max_batch_size": None}
+    words = view_of(result_of("estimate", estimates=[refused, too_small])).headline.words
+    assert words == "GPUs that were estimated could train it"
