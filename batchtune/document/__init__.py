@@ -213,6 +213,7 @@ class Document(Record):
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
+    asked: Text = Field(default="", description="Options of an estimate beside GPUs and what its rows tell.")
     details: list[MemoryDetail] | None = Field(default=None, description="One for each precision of an estimate.")
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)

@@ -107,11 +107,11 @@ def _commands(result: Document) -> list[Fact]:
         return [Fact("next", export, "or hf, lightning, deepspeed")]
     if result.kind == "estimate" and any(row.max_batch_size for row in rows):
         count, asked = len({row.gpu for row in rows}), ",".join(length_text(each.length) for each in rows[0].lengths)
-        options = (" --inference" if any(row.inference for row in rows) else "") + (
-            f" --lengths {asked}" if asked else ""
-        )
-        more = Fact("next", f"batchtune estimate {task} --gpu A100-80GB", f"one of them; -v: all {count}")
-        there = Fact("next", f"batchtune probe {task}{options}", "there: what really runs")
+        inference = "--inference" if any(row.inference for row in rows) else ""
+        options = " ".join(filter(None, [task, result.asked, inference, f"--lengths {asked}" if asked else ""]))
+        more = Fact("next", f"batchtune estimate {options} --gpu A100-80GB", f"one of them; -v: all {count}")
+        of_probe = options.replace("--world-size", "--nproc-per-node")
+        there = Fact("next", f"batchtune probe {of_probe}", "there: what really runs")
         return [more, there] if count > estimate.MOST_ROWS else [there]
     if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
         parallel = result.probe.data_parallel

@@ -3,6 +3,7 @@
 import io
 from html.parser import HTMLParser
 
+import documents
 from documents import probed, trial, tuned
 from rich.console import Console
 
@@ -145,3 +146,12 @@ def test_runs_that_were_cut_off_count_as_no_fresh_seeds():
     document["trials"].append(cut_off | {"message": "budget.total was used up"})
     assert view_of(Result.model_validate(document)).headline.words == whole
     assert "fresh seed" in whole
+
+
+def test_what_an_estimate_says_to_run_next_asks_for_the_same(result_of):
+    asked = "--precision fp32 --memory-limit 4GiB --accumulation 2 --world-size 2 --strategy fsdp"
+    (there,) = view_of(result_of("estimate", asked=asked)).commands
+    assert there.text == f"batchtune probe model.py {asked.replace('--world-size', '--nproc-per-node')}"
+    many = [documents.estimate(f"GPU {each}", each) for each in range(1, 12)]
+    more, _ = view_of(result_of("estimate", asked=asked, estimates=many)).commands
+    assert more.text == f"batchtune estimate model.py {asked} --gpu A100-80GB"
