@@ -94,6 +94,7 @@ class _Steps:
         self.batch_size, self._length = command.batch_size, command.length
         self.batches_differ = False
         self._steps_peak: int | None = None
+        self._evaluates = False
         self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
 
     def found(self, ended: Attempt, seconds: float) -> Attempt:
@@ -107,6 +108,7 @@ class _Steps:
             purpose="verify" if self._command.verify else "search",
             message=ended.message,
             maps_file=ended.maps_file,
+            in_evaluation=self._evaluates or None,
             evaluation_batch_size=self._evaluated if fits else None,
             steps=len(times.seconds),
             peak_allocated_bytes=tracker.highest.allocated_bytes,
@@ -221,6 +223,7 @@ class _Steps:
     def _evaluate(self, trainer: Trainer, *, saves: bool = True) -> None:
         """Evaluates, and saves a checkpoint, for the memory that it takes: a full disk is no answer."""
         heartbeat.beat(at_once=True)
+        self._evaluates = True
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
             trainer.model.eval()
@@ -235,6 +238,7 @@ class _Steps:
             heartbeat.beat(at_once=True)
             with Path(os.devnull).open("wb") as file:
                 torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)
+        self._evaluates = False
         self.tracker.end_phase(forward_backward=False)
 
     def _train_on(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:

@@ -88,6 +88,9 @@ class Attempt(Record):
     maps_file: bool | None = Field(
         default=None, description="Memory ended where a file was to be mapped; absent elsewhere."
     )
+    in_evaluation: bool | None = Field(
+        default=None, description="It ended in evaluation or saving, not in training; absent elsewhere."
+    )
     limiting_rank: Count | None = Field(
         default=None, description="Of several ranks, the one that did not fit; absent where all failed alike."
     )

@@ -154,13 +154,13 @@ def cut_short(checks: Sequence[Check], limit_bytes: int | None = None) -> list[A
 
 
 def out_in_evaluation(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:
-    """Those that were out of memory after their last step: in evaluation or saving."""
+    """Those that were out of memory in evaluation or saving; by a measured peak, those whose steps had room."""
     found = []
     for check in checks:
         attempt, excess = check.attempt, _excess(check, limit_bytes)
         steps_bytes = (1 + CPU_TOLERANCE) * _with_kept(attempt, attempt.steps_peak_bytes)  # less is the ordinary rise
         has_room = attempt.steps_peak_bytes is not None and steps_bytes <= (limit_bytes or 0)
-        if attempt.outcome == "oom" and attempt.steps == check.steps and (has_room or not excess):
+        if attempt.outcome == "oom" and (has_room if excess else attempt.in_evaluation):
             found.append(attempt)
     return found
 

@@ -211,7 +211,20 @@ class TestFits:
         task = wide(evaluate=lambda model: float(model(torch.ones(9000, WIDTH)).mean()))
         limit = 4000 * SAMPLE_BYTES
         assert run(task, 100, limit=limit)[0].fits
-        assert run(task, 100, limit=limit, verify=True)[0].outcome == "oom"
+        found = run(task, 100, limit=limit, verify=True)[0]
+        assert (found.outcome, found.in_evaluation) == ("oom", True)
+
+    @pytest.mark.parametrize("last", [5, 5 + 3], ids=["after evaluation", "from new"])  # of the steps that have room
+    def test_a_step_after_evaluation_that_needs_more_memory_failed_in_training(self, run, wide, last):
+        steps = []
+
+        def compute_loss(model, batch):
+            steps.append(1)
+            return model(batch if len(steps) <= last else batch.repeat(100, 1)).square().mean()
+
+        task = wide(compute_loss=compute_loss, evaluate=lambda _: 0.5)
+        found = run(task, 100, limit=4000 * SAMPLE_BYTES, steps=5, verify=True)[0]
+        assert (found.outcome, found.in_evaluation, len(steps)) == ("oom", None, last + 1)
 
     def test_a_study_evaluates_as_many_samples_at_a_time_as_fit(self, run, wide):
         sizes = []

@@ -21,14 +21,25 @@ from batchtune.probe.final_check import (
 )
 
 
-def check(size, outcome="oom", *, steps=0, asked=20):
-    return Check(Attempt(batch_size=size, outcome=outcome, seconds=1.0, steps=steps, purpose="verify"), asked)
+def check(size, outcome="oom", *, steps=0, asked=20, in_evaluation=None):
+    about = {"seconds": 1.0, "steps": steps, "purpose": "verify", "in_evaluation": in_evaluation}
+    return Check(Attempt(batch_size=size, outcome=outcome, **about), asked)
+
+
+def evaluated(size, outcome="oom"):
+    return check(size, outcome, steps=20, in_evaluation=True)
 
 
 def test_what_failed_in_training_is_told_from_what_failed_in_evaluation():
-    checks = [check(100, steps=7), check(99, steps=20), check(98, "timeout", steps=20), check(97, "fit", steps=20)]
+    checks = [check(100, steps=7), evaluated(99), evaluated(98, "timeout"), check(97, "fit", steps=20)]
     assert [each.batch_size for each in cut_short(checks)] == [100]
     assert [each.batch_size for each in out_in_evaluation(checks)] == [99]
+
+
+def test_what_failed_in_the_steps_after_an_evaluation_failed_in_training():
+    checks = [check(100, steps=20), check(99, steps=20)]
+    assert out_in_evaluation(checks) == cut_short(checks) == []
+    assert size_below(checks, ProbeOptions()) == 98
 
 
 def test_sizes_go_down_by_little_at_first_and_then_ever_faster():
@@ -45,7 +56,7 @@ def test_sizes_go_down_by_little_at_first_and_then_ever_faster():
 
 @pytest.mark.parametrize(
     "checks",
-    [[check(1000, "timeout")], [check(1010, steps=20), check(1000, steps=20)]],
+    [[check(1000, "timeout")], [evaluated(1010), evaluated(1000)]],
     ids=["silent", "twice in evaluation"],
 )
 def test_what_is_not_the_batch_of_a_training_step_halves_it(checks):
@@ -53,7 +64,7 @@ def test_what_is_not_the_batch_of_a_training_step_halves_it(checks):
 
 
 def test_once_in_evaluation_may_be_chance():
-    assert size_below([check(1010, steps=3), check(1000, steps=20)], ProbeOptions()) == 995
+    assert size_below([check(1010, steps=3), evaluated(1000)], ProbeOptions()) == 995
 
 
 def test_the_smallest_size_is_checked_before_giving_up():

@@ -88,9 +88,9 @@ class ScriptedWorker(FakeChild):
         )
         peak = batch_size + (0 if verify else self.worn_bytes)
         steps = arguments["steps"] if fits or self.failed_steps is None else self.failed_steps
-        memory = {"steps": steps} | (
-            {"peak_reserved_bytes": peak} if fits else {"message": words, "maps_file": self.maps_file}
-        )
+        evaluates = verify and self.failed_steps is None
+        failed = {"message": words, "maps_file": self.maps_file, "in_evaluation": evaluates or None}
+        memory = {"steps": steps} | ({"peak_reserved_bytes": peak} if fits else failed)
         if fits and self.sample_seconds is not None:
             memory["step_seconds"] = self.sample_seconds * batch_size
         attempt = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()
