@@ -230,8 +230,8 @@ class Sensors:
         return told(lambda: str(self._nvml.nvmlDeviceGetUUID(self._handle)))
 
     def sharing(self) -> Sharing | None:
-        """Free memory and the processes that hold the rest; None where there are no sensors."""
-        return sharing(self._nvml, self._handle) if self.present else None
+        """Free memory and the processes that hold the rest, but for this one; None where there are no sensors."""
+        return sharing(self._nvml, self._handle).without(os.getpid().__eq__) if self.present else None
 
     def joules(self) -> float | None:
         """Energy used since the driver was loaded, in joules; None where the device does not count it."""

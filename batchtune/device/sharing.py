@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from batchtune.document import DeviceProcess, Environment
@@ -19,6 +19,12 @@ class Sharing:
 
     free_bytes: int | None
     processes: tuple[DeviceProcess, ...] = ()
+
+    def without(self, is_ours: Callable[[int], bool]) -> Sharing:
+        """What it will be once the processes that are ours, by their ids, have ended."""
+        held = sum(each.memory_bytes or 0 for each in self.processes if is_ours(each.pid))
+        free = None if self.free_bytes is None else self.free_bytes + held
+        return Sharing(free, tuple(each for each in self.processes if not is_ours(each.pid)))
 
 
 def name_processes(processes: Sequence[DeviceProcess]) -> str:

@@ -17,6 +17,7 @@ from batchtune.device.nvml import look
 from batchtune.errors import UsageError
 from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.overheads import Offsets
+from batchtune.processes.local import is_of_a_child
 from batchtune.run_folder import write_atomically
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _settled_free_bytes(uuid: str, opened: Opened) -> int | None:
     for wait in SETTLING_SECONDS:
         time.sleep(wait)
         seen = look(uuid)
-        free = seen.free_bytes if seen else None
+        free = seen.without(is_of_a_child).free_bytes if seen else None
         if free is None or before is None or before - free <= SAME_BYTES:
             break
     return free

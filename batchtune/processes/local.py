@@ -26,6 +26,7 @@ _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still liv
 _DYING_SECONDS = 10.0
 _REAPING_SECONDS = 3.0  # for whoever started sessions to see their end; torch's launcher looks ten times a second
 _READING_SECONDS = 0.5  # for what a dead child has left in its pipes
+_SESSIONS: set[int] = set()  # of all children so far
 _NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 
 
@@ -146,6 +147,7 @@ class LocalProcess:
             encoding="utf-8",
             errors="replace",
         )
+        _SESSIONS.add(self._process.pid)
         reading = ((self._read_answers, self._process.stdout), (self._read_prints, self._process.stderr))
         self._readers = [threading.Thread(target=reader, args=(stream,), daemon=True) for reader, stream in reading]
         for reader in self._readers:
@@ -221,6 +223,13 @@ class LocalProcess:
             self._process.stdin.close()
         for reader in self._readers:  # each closes what it has read to its end, which a process that got away holds up
             reader.join(_READING_SECONDS)
+
+
+def is_of_a_child(pid: int) -> bool:
+    """Whether a process belongs to a child of this one, which may have ended before it."""
+    with contextlib.suppress(OSError):
+        return os.getsid(pid) in _SESSIONS
+    return False
 
 
 def kill_sessions_below(pid: int) -> None:

@@ -61,6 +61,14 @@ def test_a_card_that_others_fill_before_the_final_check_gives_no_answer_that_was
     assert not caught.value.result.probe.verified_in_fresh_process
 
 
+def test_a_task_that_opens_the_card_when_it_is_imported_is_nobody_else(probe, card, tmp_path):
+    (tmp_path / "model.py").write_text(PERCEPTRON + "torch.zeros(2**20, device='cuda')\n")
+    result = probe(max=8)
+    assert result.environment.other_processes == []
+    assert result.environment.device_memory_free_bytes == 8 * GiB
+    assert result.warnings == []
+
+
 def test_the_answer_fits_beside_a_neighbour_that_grew_before_the_final_check(probe, card):
     card.other = {NEIGHBOUR: GiB}
     result = probe(observer=Moves(card, 3 * GiB))

@@ -23,7 +23,7 @@ from fixtures.waiting import wait_until
 
 from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
-from batchtune.processes.local import LocalLauncher, LocalProcess
+from batchtune.processes.local import LocalLauncher, LocalProcess, is_of_a_child
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
 from batchtune.protocol.messages import RunEnd, RunSpec
@@ -404,6 +404,20 @@ def test_closing_does_not_wait_for_what_got_away_with_the_childs_streams():
         assert runaway.is_running()
     finally:
         runaway.kill()
+
+
+def test_what_a_child_has_started_is_known_after_its_end_but_not_what_left_its_session():
+    start = "import subprocess as s; print(*(s.Popen(['sleep', '60'], start_new_session=how).pid for how in (0, 1)))"
+    printed: queue.Queue[str] = queue.Queue()
+    code = f"import sys; sys.stdout = sys.stderr; {start}"
+    process = LocalProcess([sys.executable, "-c", code], os.environ, printed.put)
+    stays, leaves = map(int, printed.get(timeout=30).split())
+    try:
+        process.wait(30)
+        assert [is_of_a_child(pid) for pid in (stays, leaves, os.getpid())] == [True, False, False]
+    finally:
+        process.close()
+        psutil.Process(leaves).kill()
 
 
 def test_children_that_are_closed_leave_neither_files_nor_threads():

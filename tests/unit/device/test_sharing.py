@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchtune.device.nvml import candidate_uuids, find_handle, look, sharing
+from batchtune.device.sharing import Sharing
 from batchtune.document import DeviceProcess
 
 WHOLE, SLICE = "GPU-1f2e", "MIG-77aa"
@@ -48,6 +49,11 @@ class FakeNvml:
         if self.graphics is None:
             raise self.NVMLError("Not Supported")
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.graphics]
+
+
+def test_what_is_ours_counts_as_free():
+    seen = sharing(FakeNvml(compute=[(7, 20), (8, None), (9, 5)]), WHOLE)
+    assert seen.without({7, 8}.__contains__) == Sharing(90, (DeviceProcess(pid=9, memory_bytes=5),))
 
 
 @pytest.mark.parametrize("reported", ["1f2e", "GPU-1f2e"])

@@ -11,7 +11,7 @@ from batchtune.config.options import check_options
 from batchtune.config.probe import ProbeOptions
 from batchtune.config.ranks import OF_LAUNCHERS
 from batchtune.device.sharing import Sharing
-from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
+from batchtune.document import Attempt, DeviceProcess, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate import calibration
 from batchtune.observer import Observer
@@ -238,6 +238,15 @@ class TestContexts:
         monkeypatch.setattr(calibration, "SAME_BYTES", -1)
         probed(fits)
         assert recorded == []
+
+    def test_a_child_that_is_still_ending_is_not_somebody_else(self, monkeypatch):
+        gpu = ScriptedGpu(fits, ("fp32",))
+        ending = Sharing(FREE - CONTEXT, (DeviceProcess(pid=7, memory_bytes=CONTEXT),))
+        monkeypatch.setattr(calibration, "look", lambda _uuid: ending)
+        monkeypatch.setattr(calibration, "is_of_a_child", (7).__eq__)
+        free = calibration.FreeMemory(gpu)
+        free.look_after(gpu.start())
+        assert free.after == FREE
 
 
 @pytest.mark.parametrize(
