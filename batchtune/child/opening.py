@@ -150,6 +150,20 @@ def _without_autocast(task: Task, precision: str) -> Iterator[str]:
                 )
 
 
+def _put_in_training_mode(model: torch.nn.Module) -> Iterator[str]:
+    """A sentence where parts of a new model are in eval mode, which training ends; a whole one comes so from a hub."""
+    were = [(name, each) for name, each in model.named_modules() if name and not each.training]
+    comes_so = not any(each.training for each in model.modules() if not any(each.children()))
+    model.train()
+    found = {name for name, each in were if each.training and not comes_so}
+    if first := [name for name, _ in were if name in found and name.rpartition(".")[0] not in found]:
+        which, are, keep = first[0], "is", "it"
+        if more := len(first) - 1:
+            which, are, keep = f"{which} and {more} more", "are", "them"
+        left, remedy = "which build_model left in eval mode", "override train() of the model to keep"
+        yield f"{which}, {left}, {are} trained in training mode: {remedy} {keep} so"
+
+
 def _about_steps(task: Task, ranks: Ranks, command: OpenTask, limit: int | None, precision: str) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
@@ -161,6 +175,8 @@ def _about_steps(task: Task, ranks: Ranks, command: OpenTask, limit: int | None,
     notes = (*notes, *_without_autocast(task, precision))
     if task.is_for_inference:
         return {"optimizer": "", "notes": notes}
+    if not (task.adapted and task.adapted.keeps_modes):
+        notes = (*notes, *_put_in_training_mode(model))
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     settings = optimizers.settings().model_copy(update=task.adapted.optimizer_settings if task.adapted else {})
     if command.purpose == "tune":  # what is wrong with its schedulers is to be said now

@@ -95,6 +95,61 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_counted(done, o
     assert Child(None).open(opening).foreign_parameters == 2
 
 
+TEACHER = """
+import torch
+from torch import nn
+
+class Distiller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval(), nn.Linear(2, 1)
+
+class Kept(Distiller):
+    def train(self, mode=True):
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+class Two(Distiller):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1).eval()
+
+class Half(Distiller):
+    def __init__(self):
+        super().__init__()
+        self.eval().student.train()
+
+class Hub(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pretrained = Distiller().eval()
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("Distiller()", ["teacher, which build_model left in eval mode, is trained in training mode: "]),
+        (
+            "Two()",
+            ["teacher and 1 more, which build_model left in eval mode, are trained in training mode: "],
+        ),
+        ("Kept()", []),
+        ("Distiller().eval()", []),
+        ("Half()", ["teacher, which build_model left in eval mode, is trained in training mode: "]),
+        ("Hub()", []),
+        ("Distiller().train()", []),
+    ],
+)
+def test_parts_in_eval_mode_that_training_puts_in_training_mode_are_told(done, opening, tmp_path, model, told):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(f"{TEACHER}def build_model(): return {model}\n")
+    notes = Child(None).open(opening).notes
+    assert [note.partition("override")[0] for note in notes] == told
+
+
 @pytest.mark.parametrize(("method", "told"), [("double", 1), ("float", 0)])
 def test_weights_that_no_precision_changes_are_told(done, opening, tmp_path, method, told):
     with (tmp_path / "model.py").open("a") as task:
