@@ -243,7 +243,9 @@ class StepContext:
     def require_stepped(self) -> None:
         """Raises UserCodeError where train_step has stepped nothing after the last micro-batch."""
         if self.is_last_micro_batch and not self._stepped:
-            raise UserCodeError("train_step stepped no optimizer; call context.step(optimizer) after the gradients")
+            call = "call context.step(optimizer) after the gradients"
+            closure = "context.step(optimizer, closure) where its step calculates them itself, as LBFGS or SAM"
+            raise UserCodeError(f"train_step stepped no optimizer; {call}, or {closure}")
 
     def _claim(self, optimizer: Optimizer) -> None:
         """Puts the losses that were nobody's so far down to an optimizer."""

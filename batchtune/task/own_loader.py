@@ -12,6 +12,7 @@ from batchtune.errors import EpochTooShortError, UserCodeError
 from batchtune.task.samples import lengths_in, tensor_bytes
 
 _AS_ASKED = "its batches must be as large as asked for"
+_WHOLE = "def batch_size_of(batch): return 1"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class OwnLoader:
         if self.count is not None:
             size = self.count(found)
             raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
-        raise UserCodeError(f"{asked} yields batches of another size; {_AS_ASKED}")
+        is_whole = set(lengths_in(found)) == self._lengths(1)
+        whole = f", or where each is one sample, as a whole graph: {_WHOLE}" if is_whole else ""
+        raise UserCodeError(f"{asked} yields batches of another size; {_AS_ASKED}{whole}")
 
     def _most_in_epoch(self, below: int) -> int:
         """The largest batch that an epoch has, below a size; 0 where none is as large as asked for, or some raise."""

@@ -284,6 +284,13 @@ class TestBatchesOfTheUsersOwn:
         with pytest.raises(UserCodeError, match=words):
             linear_task(**functions).worst_batch(8)
 
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_where_each_batch_is_a_whole_graph_the_remedy_is_to_say_so(self, linear_task, size):
+        loading = {"train_loader": lambda _size: [torch.zeros(600, 64)]}
+        with pytest.raises(UserCodeError, match=r"another size; .* def batch_size_of\(batch\): return 1$"):
+            linear_task(**loading).worst_batch(size)
+        assert linear_task(**loading, batch_size_of=lambda _batch: 1).worst_batch(1).shape == (600, 64)
+
     @pytest.mark.parametrize(
         ("make_batch", "settings"),
         [

@@ -166,6 +166,12 @@ class TestDescription:
         found = describe_user_error(raised("raise ValueError('expected 10 classes, got 11')"), "at batch size 64")
         assert str(found) == "build_model raised ValueError at batch size 64: my_task.py:4: expected 10 classes, got 11"
 
+    def test_a_loss_that_half_precision_does_not_allow_comes_with_its_remedy(self, raised):
+        loss = "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."
+        found = describe_user_error(raised(f"raise RuntimeError('{loss}' + chr(10) + 'Many models')"), "in training")
+        assert f"{loss} Take " in str(found)
+        assert str(found).endswith("or use --precision fp32 (in a configuration precision: fp32)")
+
     def test_only_the_users_frames_are_shown(self, raised):
         found = describe_user_error(raised("torch.nn.Linear(2, 1)(torch.zeros(3, 3))"), "in training")
         assert "mat1 and mat2 shapes" in str(found)
