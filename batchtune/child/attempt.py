@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child import heartbeat
-from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
+from batchtune.child.evaluate import Inference, fitting_metric_value, in_eval_mode, metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader, without_end
@@ -226,8 +226,7 @@ class _Steps:
         self._evaluates = True
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
-            trainer.model.eval()
-            with torch.no_grad(), trainer.precision.autocast():
+            with torch.no_grad(), in_eval_mode(trainer.model), trainer.precision.autocast():
                 trainer.task.evaluate(trainer.model, few)
         elif trainer.task.has("val_dataset") and most is None:
             metric_value(trainer, "val_loss", size, max_batches=few)

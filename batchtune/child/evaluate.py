@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ class Inference:
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 
 
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module is in the mode in which it was, whatever the user's code has made of that meanwhile."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()  # a train() of the user's own may undo more than modes; frozen modules stay in eval
+        for module, training in modes.items():
+            module.training = training
+
+
 def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches: int | None = None) -> float:
     """The value of one metric for the model as it stands; training state and random numbers are left as they were.
 
@@ -61,21 +75,14 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
         UsageError: the task does not return this metric.
     """
     task, model = trainer.task, trainer.model
-    modes = {module: module.training for module in model.modules()}
-    with kept_random_numbers(trainer.device), torch.no_grad():
-        model.eval()
+    with kept_random_numbers(trainer.device), torch.no_grad(), in_eval_mode(model):
         trainer.ranks.align(model)
-        try:
-            if task.has("evaluate"):
-                with trainer.precision.autocast():
-                    return trainer.ranks.together("first", _pick(task.evaluate(model), metric, task))
-            if metric != "val_loss":
-                raise _only_val_loss(metric, task)
-            return _mean_loss(trainer, batch_size, max_batches)
-        finally:
-            model.train()  # a train() of the user's own may undo more than modes; frozen modules stay in eval
-            for module, training in modes.items():
-                module.training = training
+        if task.has("evaluate"):
+            with trainer.precision.autocast():
+                return trainer.ranks.together("first", _pick(task.evaluate(model), metric, task))
+        if metric != "val_loss":
+            raise _only_val_loss(metric, task)
+        return _mean_loss(trainer, batch_size, max_batches)
 
 
 def fitting_metric_value(

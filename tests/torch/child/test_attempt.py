@@ -93,6 +93,17 @@ class TestFits:
         assert run(task, 4, verify=True)[0].purpose == "verify"
         assert seen == [(False, False)]
 
+    def test_after_an_evaluation_of_the_users_own_it_trains_in_training_mode_again(self, run, wide):
+        modes = []
+
+        def compute_loss(model, batch):
+            modes.append(model.training)
+            return model(batch).square().mean()
+
+        task = wide(compute_loss=compute_loss, evaluate=lambda model: float(model.training))
+        assert run(task, 4, verify=True)[0].fits
+        assert modes == [True] * len(modes)
+
     def test_the_final_check_tells_what_its_steps_take_apart_from_its_evaluation(self, run, wide):
         def evaluate(model):
             return float(torch.ones(64 << 18).sum())  # 64 MiB
