@@ -18,11 +18,11 @@ _SOLVERS = tuple(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "l
 _NOT_SEEN = (
     ("low", "cuFFT", ("aten._fft_",)),
     ("low", "cuSOLVER", ("aten._linalg_", *_SOLVERS)),
-    ("low", "cuSPARSE", ("aten._sparse", "aten.sparse", "aten._coalesce")),
+    ("low", "kernels of sparse tensors", ("aten._sparse", "aten.sparse", "torch.sparse_")),
     ("medium", "", ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique")),
     ("low", "", ("aten._cdist_", "aten.cdist.")),
 )
-_TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
+_TORCHS_OWN = ("torch.sparse_", "aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
 
 
 @dataclass(frozen=True)

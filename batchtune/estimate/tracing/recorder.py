@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         self._play(steps, outputs, places, call)
         self._values.keep(outputs, func, args, kwargs)
         if any(each.device.type == self.device_type for each in outputs):
-            self.trace.ops.add(str(func))
+            self.trace.ops |= {str(func), *(str(each.layout) for each in outputs if each.layout is not torch.strided)}
             _count(self.trace.work, func, args, kwargs, out, outputs)
         if on_cuda:
             self._take_workspaces(call)

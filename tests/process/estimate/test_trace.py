@@ -202,6 +202,28 @@ def test_sparse_tensors_are_refused_with_what_measures_them(ask):
     assert "for such tensors (sparse ones, say); probe measures them" in ask(source)["refused"]
 
 
+@pytest.mark.parametrize("layer", ["Embedding", "EmbeddingBag"])
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD"])
+def test_sparse_gradients_lower_the_confidence(ask, layer, optimizer):
+    source = f"""
+    def build_model():
+        return nn.{layer}(1000, 64, sparse=True)
+
+    def build_optimizer(model, lr):
+        return torch.optim.{optimizer}(list(model.parameters()), lr=lr)
+
+    def make_batch(size):
+        return torch.zeros(size, 8, dtype=torch.long)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+    """
+    row = ask(source)["gpus"][0]
+    assert row["confidence"].startswith("low")
+    assert "kernels of sparse tensors: the memory inside of it is not seen" in row["notes"]
+    assert ask(source.replace("sparse=True", "").replace("SparseAdam", "Adam"))["gpus"][0]["confidence"][:4] == "high"
+
+
 def test_what_needs_data_is_refused_with_its_line(ask):
     source = MLP.replace("return model(batch)", "model(batch).detach().cpu().numpy(); return model(batch)")
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
