@@ -211,6 +211,17 @@ def _run_fallback_kernel(
     return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
+def bf16_supported() -> AbstractContextManager[object]:
+    """Answers Transformers as with a GPU whether that has bf16, and nobody else that there is one."""
+
+    def asked_for_bf16() -> bool:
+        return sys._getframe(1).f_code.co_name == "is_torch_bf16_gpu_available"  # noqa: SLF001
+
+    answers: dict[str, Any] = {"is_available": asked_for_bf16, "is_bf16_supported": lambda *_, **__: True}
+    patched: AbstractContextManager[object] = mock.patch.multiple(torch.cuda, **answers)
+    return patched
+
+
 def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:
     """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
 
