@@ -212,12 +212,13 @@ def _run_fallback_kernel(
 
 
 def bf16_supported() -> AbstractContextManager[object]:
-    """Answers Transformers as with a GPU whether that has bf16, and nobody else that there is one."""
+    """Answers Transformers as with a GPU whether that has bf16; to anybody else there is one where there is."""
+    really = torch.cuda.is_available
 
-    def asked_for_bf16() -> bool:
-        return sys._getframe(1).f_code.co_name == "is_torch_bf16_gpu_available"  # noqa: SLF001
+    def is_available() -> bool:
+        return sys._getframe(1).f_code.co_name == "is_torch_bf16_gpu_available" or really()  # noqa: SLF001
 
-    answers: dict[str, Any] = {"is_available": asked_for_bf16, "is_bf16_supported": lambda *_, **__: True}
+    answers: dict[str, Any] = {"is_available": is_available, "is_bf16_supported": lambda *_, **__: True}
     patched: AbstractContextManager[object] = mock.patch.multiple(torch.cuda, **answers)
     return patched
 
