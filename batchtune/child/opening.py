@@ -152,16 +152,21 @@ def _without_autocast(task: Task, precision: str) -> Iterator[str]:
 
 def _put_in_training_mode(model: torch.nn.Module) -> Iterator[str]:
     """A sentence where parts of a new model are in eval mode, which training ends; a whole one comes so from a hub."""
-    were = [(name, each) for name, each in model.named_modules() if name and not each.training]
+    modes = {name: each.training for name, each in model.named_modules()}
     comes_so = not any(each.training for each in model.modules() if not any(each.children()))
     model.train()
-    found = {name for name, each in were if each.training and not comes_so}
-    if first := [name for name, _ in were if name in found and name.rpartition(".")[0] not in found]:
+    first = [
+        name
+        for name, each in model.named_modules()
+        if name and not modes[name] and (modes | {"": True})[name.rpartition(".")[0]] and each.training
+        if not comes_so and not any(parameter.requires_grad for parameter in each.parameters())
+    ]
+    if first:
         which, are, keep = first[0], "is", "it"
         if more := len(first) - 1:
             which, are, keep = f"{which} and {more} more", "are", "them"
-        left, remedy = "which build_model left in eval mode", "override train() of the model to keep"
-        yield f"{which}, {left}, {are} trained in training mode: {remedy} {keep} so"
+        text = f"{which} {are} frozen, in eval mode when build_model returns, and in training mode when training begins"
+        yield f"{text}: override train() of the model to keep {keep} in eval mode"
 
 
 def _about_steps(task: Task, ranks: Ranks, command: OpenTask, limit: int | None, precision: str) -> dict[str, Any]:

@@ -36,8 +36,9 @@ def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) ->
     if spec.evaluate_every is not None:
         return min(spec.limit_seconds, seconds + spec.evaluate_every)
     affordable = evaluation_seconds * (1 - EVALUATION_SHARE) / EVALUATION_SHARE
-    finest = (spec.expected_seconds or spec.limit_seconds) / _LATE_EVALUATIONS
-    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, finest))
+    expected = spec.expected_seconds or spec.limit_seconds
+    of = expected if seconds < expected else spec.limit_seconds
+    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, of / _LATE_EVALUATIONS))
     return min(spec.limit_seconds, seconds + gap)
 
 

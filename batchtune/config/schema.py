@@ -36,8 +36,9 @@ _Precisions = Annotated[list[Precision], Field(min_length=1), distinct("{}: each
 _Switches = Annotated[list[bool], Field(min_length=1), distinct("each of true and false once")]
 
 _RISES = re.compile(  # what people maximize, by its name
-    r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward"
-    r"|(\b|_)(r2|top_?[\dk]|hits?|mrr|mcc|corr|kappa)(?![a-z])|ndcg|jaccard|pearson|spearman|correlation)(?!.*loss)"
+    r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward)(?!.*loss)"
+    r"|(\b|_)(r2|top_?[\dk]|hits?|mrr|ndcg|mcc|kappa|corr(elation)?|pearsonr?|spearmanr?)(?![a-z])"
+    r"(?!.*(loss|err|dist|nll|penalty))"
 )
 _FALLS = re.compile(
     r"loss|error|mse|entropy|perplexity|diverg|distance|"
@@ -95,8 +96,8 @@ class Objective(Section):
         """One where nothing says that less of the metric is better."""
         if "goal" in self.model_fields_set or _FALLS.search(self.metric.lower()):
             return []
-        text = f"{self.metric} is minimized, since objective.goal is not set"
-        return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
+        remedy = "where more of it is better, set objective.goal=maximize (of a study that has begun, with --fresh)"
+        return [f"{self.metric} is minimized, since objective.goal is not set: {remedy}"]
 
 
 class Budget(Section):

@@ -213,7 +213,9 @@ class Document(Record):
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
-    asked: Text = Field(default="", description="Options of an estimate beside GPUs and what its rows tell.")
+    options: Text | None = Field(
+        default=None, description="Of an estimate, as they are typed: those that its rows do not tell, but for --gpu."
+    )
     details: list[MemoryDetail] | None = Field(default=None, description="One for each precision of an estimate.")
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)

@@ -76,9 +76,9 @@ def run_estimate(
     if inference and lengths:
         raise UsageError("--lengths: not with --inference, which takes no steps over them")
     path = spec_of(task)
-    asked = _options(precisions, memory_limit, accumulation_steps, world_size, strategy)
+    options = _options(precisions, memory_limit, accumulation_steps, world_size, strategy)
     info = TaskInfo(path=path, sha256=file_hash(path))
-    nothing = Result(kind="estimate", status="complete", task=info, asked=asked)
+    nothing = Result(kind="estimate", status="complete", task=info, options=options or None)
     chosen = list(all_gpus() if "all" in gpus else dict.fromkeys(gpu for name in gpus for gpu in gpus_called(name)))
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
@@ -108,7 +108,7 @@ def run_estimate(
 
 def _options(precisions: Sequence[str], limit: int | None, accumulation: int, world_size: int, strategy: str) -> str:
     """As they are typed, those that are not the usual ones."""
-    given = [f"--precision {each}" for each in precisions if each != "auto"]
+    given = [f"--precision {each}" for each in precisions if len(precisions) == 1 and each != "auto"]
     if limit:
         given.append(f"--memory-limit {limit if limit % 2**30 else f'{limit >> 30}GiB'}")
     if accumulation > 1:

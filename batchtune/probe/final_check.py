@@ -150,7 +150,7 @@ def tells_room(checks: Sequence[Check], limit_bytes: int | None) -> bool:
 def cut_short(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:
     """Those that were out of memory before their last step, where that is known: a measured peak does not say when."""
     out = [each for each in checks if each.attempt.outcome == "oom" and not _excess(each, limit_bytes)]
-    return [each.attempt for each in out if each.attempt.steps < each.steps]
+    return [each.attempt for each in out if each.attempt.steps < each.steps and not each.attempt.in_evaluation]
 
 
 def out_in_evaluation(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:

@@ -75,7 +75,7 @@ class OwnLoader:
             size = self.count(found)
             raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
         is_whole = set(lengths_in(found)) == self._lengths(1)
-        whole = f", or where each is one sample, as a whole graph: {_WHOLE}" if is_whole else ""
+        whole = f" by its argument, or where each is one sample, as a whole graph: {_WHOLE}" if is_whole else ""
         raise UserCodeError(f"{asked} yields batches of another size; {_AS_ASKED}{whole}")
 
     def _most_in_epoch(self, below: int) -> int:

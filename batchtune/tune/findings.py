@@ -14,6 +14,7 @@ from batchtune.tune.plan.space import rates_to_search
 from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.verdict.scores import slowdown
 from batchtune.units import duration, number
+from batchtune.vocabulary import Kind
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
@@ -110,13 +111,14 @@ def bound_warnings(config: Config, found: Recommendation | None) -> list[str]:
     ]
 
 
-def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
+def search_warnings(trials: Sequence[Trial], enough: str, kind: Kind = "time_to_target") -> list[str]:
     """One where a study that has ended had no time to search, or where the task raised errors in it."""
-    best = min((seconds for trial in trials if (seconds := trial.time_to_target_seconds)), default=0.0)
+    reached = [trial.time_to_target_seconds for trial in trials if trial.time_to_target_seconds]
+    best = min(reached, default=0.0) if kind == "time_to_target" else 0.0
     searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
     if not any(trial.outcome != "capped" or (trial.training_seconds or 0.0) >= best for trial in searched):
-        had = f"one that trained as long as it took what got there ({duration(best)})" if searched else "any"
-        text = f"no other configuration was tried: probe and baseline left budget.total no time for {had}"
+        tried = f"trained as long as the fastest run to the target ({duration(best)})" if searched else "was tried"
+        text = f"no other configuration {tried}: probe and baseline took nearly all of budget.total"
         return [f"{text}; start again with budget.total={enough}"]
     raised = [trial.message for trial in searched if trial.outcome == "user_error"]
     if not raised:

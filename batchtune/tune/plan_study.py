@@ -35,8 +35,8 @@ def plan_study(
             observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
-        observer = ProbeInTime(config, observer)
-        progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
+        told = ProbeInTime(config, observer, progress.folder.attempts())
+        progress.probing = study_probe(config, opened, worker, told, progress.folder.attempts())
         probe, others = progress.probing.run(), dict[str, int]()
         for variant in config.variants[1:]:
             progress.variant = variant.name

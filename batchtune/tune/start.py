@@ -28,12 +28,12 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
         progress.identity = identity_of(config) | {"the device": opened.environment.device}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was
         grow(pool, opened, observer)
-        for told in config.objective.warnings():
-            observer.announce(told)
         opening_seconds = time.perf_counter() - progress.began
         if progress.earlier is None and config.budget.given_total is not None:
             schedule = opened.optimizer_settings.scheduler is not None
             told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
+            observer.announce(told)
+        for told in config.objective.warnings():
             observer.announce(told)
         storage = open_storage(config.storage, progress.folder.path)
         if fresh and config.storage is not None:

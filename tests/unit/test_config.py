@@ -360,6 +360,10 @@ def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
         "white",
         "r2d2",
         "correctness_error",
+        "top1_error",
+        "val_top5_err",
+        "decorrelation",
+        "kappa_nll",
     ],
 )
 def test_a_metric_that_looks_like_a_loss_is_minimized(metric):

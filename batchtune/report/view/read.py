@@ -108,7 +108,7 @@ def _commands(result: Document) -> list[Fact]:
     if result.kind == "estimate" and any(row.max_batch_size for row in rows):
         count, asked = len({row.gpu for row in rows}), ",".join(length_text(each.length) for each in rows[0].lengths)
         inference = "--inference" if any(row.inference for row in rows) else ""
-        options = " ".join(filter(None, [task, result.asked, inference, f"--lengths {asked}" if asked else ""]))
+        options = " ".join(filter(None, [task, result.options, inference, f"--lengths {asked}" if asked else ""]))
         more = Fact("next", f"batchtune estimate {options} --gpu A100-80GB", f"one of them; -v: all {count}")
         of_probe = options.replace("--world-size", "--nproc-per-node")
         there = Fact("next", f"batchtune probe {of_probe}", "there: what really runs")

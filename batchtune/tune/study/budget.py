@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from optuna import Study
 from optuna.storages import InMemoryStorage
@@ -235,21 +235,28 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
 
 
 class ProbeInTime(Forwarder):
-    """Ends the probe of a study whose budget.total has no time for the steps of a single run.
+    """Ends the probe of a study whose budget.total has no time for the steps of a single run, whatever its size.
+
+    Args:
+        earlier: attempts of earlier starts.
 
     Raises:
-        NothingFitsError: an attempt has shown that, with what would be enough.
+        NothingFitsError: the fastest attempt so far has shown that, with what would be enough.
     """
 
-    def __init__(self, config: Config, behind: Observer) -> None:
+    def __init__(self, config: Config, behind: Observer, earlier: Iterable[Mapping[str, object]]) -> None:
         super().__init__(behind)
         self._total = config.budget.given_total or math.inf  # which it will be set by
+        known = (each.get("step_seconds") for each in earlier)
+        self._fastest = min((each for each in known if isinstance(each, float)), default=math.inf)
 
     def attempted(self, attempt: Attempt) -> None:
         super().attempted(attempt)
-        step = attempt.step_seconds or 0.0
-        if not attempt.fits or FEWEST_STEPS * step <= self._total:
+        if attempt.step_seconds is None or not attempt.fits:
+            return
+        self._fastest = step = min(self._fastest, attempt.step_seconds)
+        if FEWEST_STEPS * step <= self._total:
             return
         run, total = math.ceil(FEWEST_STEPS * step), math.ceil(STEPS_IN_TOTAL * step / 60)
-        text = f"a step at batch {attempt.batch_size:,} takes {duration(step)}: budget.total ({self._total:g} s) has no"
+        text = f"a step takes {duration(step)} at the least: budget.total ({self._total:g} s) has no"
         raise NothingFitsError(f"{text} time for a search; start again with budget.run={run}s budget.total={total}m")

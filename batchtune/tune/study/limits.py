@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from optuna.trial import FrozenTrial
+
 from batchtune.document import ProbeResult, Value
 from batchtune.protocol.messages import RunSpec
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
@@ -39,7 +41,7 @@ class Limits:
         cap = self._confirm_cap(params) if role == "confirm" else self.capped_at() if role == "search" else None
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         limit = longest if cap is None or self._cost is not SECONDS else min(longest, cap)
-        own = self._searched(params) if role == "confirm" and self._cost is SECONDS else []
+        own = [trial.user_attrs.get("training_seconds", limit) for trial, _ in self._searched(params)]
         least = CONFIRM_SHARE * config.budget.run if role == "confirm" else 0.0
         spec = RunSpec(
             micro_batch_size=made.micro_batch_size,
@@ -51,7 +53,7 @@ class Limits:
             goal=objective.goal,
             target=None if role == "baseline" and self._targets.is_automatic else self._targets.current.value,
             limit_seconds=max(limit, least),
-            expected_seconds=min([limit, *(LOST_FACTOR * seconds for seconds in own)]),
+            expected_seconds=min([limit, *(LOST_FACTOR * seconds for seconds in own if role == "confirm")]),
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
@@ -85,12 +87,12 @@ class Limits:
         if params == self._space.baseline:
             best = max(self._taken("confirm", params), default=self._history.best_cost())
             return LOST_FACTOR * best if best is not None else None
-        own = self._searched(params)
+        own = [cost for _, cost in self._searched(params)]
         return max([LOST_FACTOR * min(own), *self._taken("baseline")]) if own else None
 
-    def _searched(self, params: Mapping[str, Value]) -> list[float]:
-        """What the target cost runs of these parameters in the search."""
-        return [cost for trial, cost in self._history.costs("search") if trial.params == params]
+    def _searched(self, params: Mapping[str, Value]) -> list[tuple[FrozenTrial, float]]:
+        """Runs of these parameters in the search that reached the target, each with what it cost."""
+        return [each for each in self._history.costs("search") if each[0].params == params]
 
     def _taken(self, role: Role, but: Mapping[str, Value] | None = None) -> list[float]:
         """What the target cost runs of a role, or what they were given without it; of some parameters none count."""

@@ -30,7 +30,7 @@ def test_every_gpu_has_a_batch_for_every_length_and_all_formats_show_it(task):
     shown = task(*asked, "--gpu", "T4")
     assert "is the largest safe micro-batch size at length 256" in shown.out
     assert "largest batch of each length at fp32, estimated, not measured" in shown.out
-    assert f"batchtune probe model.py --lengths {LENGTHS}" in shown.out
+    assert f"batchtune probe model.py --precision fp32 --lengths {LENGTHS}" in shown.out
 
 
 def test_a_length_is_asked_for_where_batches_take_one(task):

@@ -103,6 +103,7 @@ class Distiller(nn.Module):
     def __init__(self):
         super().__init__()
         self.teacher, self.student = nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval(), nn.Linear(2, 1)
+        self.teacher.requires_grad_(False)
 
 class Kept(Distiller):
     def train(self, mode=True):
@@ -113,7 +114,7 @@ class Kept(Distiller):
 class Two(Distiller):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(1).eval()
+        self.norm = nn.BatchNorm1d(1).eval().requires_grad_(False)
 
 class Half(Distiller):
     def __init__(self):
@@ -125,21 +126,28 @@ class Hub(nn.Module):
         super().__init__()
         self.pretrained = Distiller().eval()
 
+class Tuned(Hub):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+
 """
+FROZEN = "frozen, in eval mode when build_model returns, and in training mode when training begins: "
 
 
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("Distiller()", ["teacher, which build_model left in eval mode, is trained in training mode: "]),
+        ("Distiller()", [f"teacher is {FROZEN}"]),
         (
             "Two()",
-            ["teacher and 1 more, which build_model left in eval mode, are trained in training mode: "],
+            [f"teacher and 1 more are {FROZEN}"],
         ),
         ("Kept()", []),
         ("Distiller().eval()", []),
-        ("Half()", ["teacher, which build_model left in eval mode, is trained in training mode: "]),
+        ("Half()", [f"teacher is {FROZEN}"]),
         ("Hub()", []),
+        ("Tuned()", []),
         ("Distiller().train()", []),
     ],
 )

@@ -519,6 +519,7 @@ class TestNextEvaluation:
     def test_and_so_often_in_what_it_is_expected_to_need_however_long_it_may_train(self):
         due = next_evaluation(0.0, 1000.0, dataclasses.replace(self.automatic, expected_seconds=0.4))
         assert due == pytest.approx(0.02)
+        assert next_evaluation(0.4, 1000.0, dataclasses.replace(self.automatic, expected_seconds=0.4)) >= 5.0
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def test_what_failed_in_training_is_told_from_what_failed_in_evaluation():
     checks = [check(100, steps=7), evaluated(99), evaluated(98, "timeout"), check(97, "fit", steps=20)]
     assert [each.batch_size for each in cut_short(checks)] == [100]
     assert [each.batch_size for each in out_in_evaluation(checks)] == [99]
+    from_new = [check(98, "oom", steps=10, in_evaluation=True)]  # whose steps are counted from new
+    assert (out_in_evaluation(from_new), cut_short(from_new)) == ([from_new[0].attempt], [])
 
 
 def test_what_failed_in_the_steps_after_an_evaluation_failed_in_training():

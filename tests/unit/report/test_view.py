@@ -150,8 +150,8 @@ def test_runs_that_were_cut_off_count_as_no_fresh_seeds():
 
 def test_what_an_estimate_says_to_run_next_asks_for_the_same(result_of):
     asked = "--precision fp32 --memory-limit 4GiB --accumulation 2 --world-size 2 --strategy fsdp"
-    (there,) = view_of(result_of("estimate", asked=asked)).commands
+    (there,) = view_of(result_of("estimate", options=asked)).commands
     assert there.text == f"batchtune probe model.py {asked.replace('--world-size', '--nproc-per-node')}"
     many = [documents.estimate(f"GPU {each}", each) for each in range(1, 12)]
-    more, _ = view_of(result_of("estimate", asked=asked, estimates=many)).commands
+    more, _ = view_of(result_of("estimate", options=asked, estimates=many)).commands
     assert more.text == f"batchtune estimate model.py {asked} --gpu A100-80GB"

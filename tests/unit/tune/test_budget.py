@@ -1,5 +1,6 @@
 """One budget: what it is where nobody gives one, what it is enough for, and that this is told at once."""
 
+import contextlib
 import re
 
 import law
@@ -8,8 +9,10 @@ import pytest
 from fakes import FakeCrew
 
 from batchtune.config.schema import Budget, Confirm
+from batchtune.document import Attempt
+from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
-from batchtune.tune.study.budget import outlook_at_start
+from batchtune.tune.study.budget import ProbeInTime, outlook_at_start
 from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")
@@ -169,3 +172,21 @@ def test_too_little_is_said_with_a_doubt_until_the_search_has_shown_how_long_its
     assert "too little for a search, unless runs turn out to be shorter; budget.total=" in by_the_baseline
     assert tuned.parts.history.costs("search")
     assert "unless" not in tuned.parts.budget.outlook()
+
+
+@pytest.mark.parametrize(
+    ("steps", "earlier", "ends"),
+    [
+        ([10.0], [], True),
+        ([0.006, 0.5, 10.0], [], False),  # the probe looks above what anybody trains
+        ([10.0], [{"step_seconds": 0.006}, {"step_seconds": None}], False),
+        ([None], [], False),
+    ],
+)
+def test_a_probe_ends_where_not_even_its_fastest_step_has_time_for_a_run(steps, earlier, ends):
+    config = law.plan(budget=Budget(run=6.0, total=60.0)).config
+    told = ProbeInTime(config, Observer(), earlier)
+    expected = pytest.raises(NothingFitsError, match=r"start again with budget.run=200s budget.total=34m")
+    with expected if ends else contextlib.nullcontext():
+        for number, seconds in enumerate(steps, 1):
+            told.attempted(Attempt(batch_size=number, outcome="fit", seconds=1.0, step_seconds=seconds))
