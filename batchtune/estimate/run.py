@@ -75,15 +75,11 @@ def run_estimate(
         raise UsageError("--inference: takes neither --accumulation nor --world-size; leave them out")
     if inference and lengths:
         raise UsageError("--lengths: not with --inference, which takes no steps over them")
-    path = spec_of(task)
-    options = _options(precisions, memory_limit, accumulation_steps, world_size, strategy)
-    info = TaskInfo(path=path, sha256=file_hash(path))
-    nothing = Result(kind="estimate", status="complete", task=info, options=options or None)
     chosen = list(all_gpus() if "all" in gpus else dict.fromkeys(gpu for name in gpus for gpu in gpus_called(name)))
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
     question = EstimateMemory(
-        task=path,
+        task=spec_of(task),
         memory_limit=memory_limit,
         accumulation_steps=accumulation_steps,
         strategy=strategy,
@@ -91,6 +87,8 @@ def run_estimate(
         inference=inference,
         lengths=lengths,
     )
+    info = TaskInfo(path=question.task, sha256=file_hash(question.task))
+    nothing = Result(kind="estimate", status="complete", task=info, options=_options(question, precisions))
     try:
         found = estimate_task(question, chosen, names, observer=observer, timeout=timeout)
     except (BatchtuneError, KeyboardInterrupt) as caught:
@@ -106,16 +104,17 @@ def run_estimate(
     return result
 
 
-def _options(precisions: Sequence[str], limit: int | None, accumulation: int, world_size: int, strategy: str) -> str:
-    """As they are typed, those that are not the usual ones."""
+def _options(asked: EstimateMemory, precisions: Sequence[str]) -> str | None:
+    """As they are typed, those that are not the usual ones; None: there are none."""
+    limit = asked.memory_limit
     given = [f"--precision {each}" for each in precisions if len(precisions) == 1 and each != "auto"]
     if limit:
         given.append(f"--memory-limit {limit if limit % 2**30 else f'{limit >> 30}GiB'}")
-    if accumulation > 1:
-        given.append(f"--accumulation {accumulation}")
-    if world_size > 1:
-        given.append(f"--world-size {world_size} --strategy {strategy}")
-    return " ".join(given)
+    if asked.accumulation_steps > 1:
+        given.append(f"--accumulation {asked.accumulation_steps}")
+    if asked.world_size > 1:
+        given.append(f"--world-size {asked.world_size} --strategy {asked.strategy}")
+    return " ".join(given) or None
 
 
 def _ended(error: BatchtuneError, result: Result, status: str) -> BatchtuneError:

@@ -218,8 +218,9 @@ def bf16_supported() -> AbstractContextManager[object]:
     def is_available() -> bool:
         return sys._getframe(1).f_code.co_name == "is_torch_bf16_gpu_available" or really()  # noqa: SLF001
 
-    answers: dict[str, Any] = {"is_available": is_available, "is_bf16_supported": lambda *_, **__: True}
-    patched: AbstractContextManager[object] = mock.patch.multiple(torch.cuda, **answers)
+    patched: AbstractContextManager[object] = mock.patch.multiple(
+        torch.cuda, is_available=is_available, is_bf16_supported=lambda *_, **__: True
+    )
     return patched
 
 
