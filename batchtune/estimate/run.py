@@ -109,7 +109,7 @@ def _options(asked: EstimateMemory, precisions: Sequence[str]) -> str | None:
     limit = asked.memory_limit
     given = [f"--precision {each}" for each in precisions if len(precisions) == 1 and each != "auto"]
     if limit:
-        given.append(f"--memory-limit {limit if limit % 2**30 else f'{limit >> 30}GiB'}")
+        given.append(f"--memory-limit {f'{limit >> 20}MiB' if limit % 2**20 == 0 else limit}")
     if asked.accumulation_steps > 1:
         given.append(f"--accumulation {asked.accumulation_steps}")
     if asked.world_size > 1:

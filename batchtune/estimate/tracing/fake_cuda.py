@@ -155,6 +155,20 @@ def _install_hooks() -> bool:
     return accelerator is not None and accelerator.type == "cuda"
 
 
+_is_inference = [False]  # of inference modes within one another
+
+
+@contextlib.contextmanager
+def _inference_mode(on: bool) -> Iterator[None]:
+    """Without gradients alone: torch's own hides the parts of operators."""
+    _is_inference.append(on)
+    try:
+        with torch.set_grad_enabled(not on):
+            yield
+    finally:
+        _is_inference.pop()
+
+
 def _replacements() -> list[tuple[object, str, object]]:
     """Python names of torch that would answer for a machine without a GPU, or refuse fake tensors."""
     import torch._subclasses as subclasses
@@ -177,7 +191,8 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.cuda, "get_device_capability", lambda *_, **__: (8, 0)),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "empty_cache", lambda: None),
-        (torch._C, "_InferenceMode", lambda on: torch.set_grad_enabled(not on)),  # noqa: SLF001 - hides operators' parts
+        (torch._C, "_InferenceMode", _inference_mode),  # noqa: SLF001
+        (torch, "is_inference_mode_enabled", lambda: _is_inference[-1]),
         (subclasses, "FakeTensor", _NobodysTensor),  # by which libraries ask whether they are being compiled
         (torch._C, "_conv_determine_backend_memory_format", lambda image, weight, _: layout_of(image, weight)),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
