@@ -60,7 +60,9 @@ def load_task(spec: str) -> Task:
 
 def set_libraries_apart() -> None:
     """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
+    gc.disable()  # as while torch was imported, see `entry`
     load_early(lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0))  # the first loads half of torch
+    gc.enable()
     gc.collect()
     gc.freeze()
 

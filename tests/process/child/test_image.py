@@ -139,6 +139,14 @@ def test_every_run_begins_as_the_first_did(worker_of, before, is_fork):
     assert begun[0]["is_fork"] == is_fork
 
 
+def test_what_a_child_has_loaded_is_left_alone_by_garbage_collections_of_the_users_code(tmp_path):
+    looked = "import gc\nprint('LOOKED', gc.isenabled(), gc.get_freeze_count() > len(gc.get_objects()))\n"
+    with contextlib.ExitStack() as opened:
+        worker, printed = worker_in(opened, tmp_path / "model.py", looked + TASK)
+        worker.start()
+    assert "LOOKED True True" in printed
+
+
 def test_computing_with_several_threads_at_import_is_no_obstacle(tmp_path):
     with contextlib.ExitStack() as opened:
         worker, printed = worker_in(opened, tmp_path / "model.py", TASK, OMP_NUM_THREADS="2")
