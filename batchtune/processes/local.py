@@ -33,7 +33,7 @@ _NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 def entry(module: str) -> list[str]:
     """The command line on which this interpreter runs a module's `main` in a new process."""
     load = f"import gc, sys; sys.path.append({_ROOT!r}); gc.disable(); from {module} import main"
-    start = "gc.freeze(); gc.enable(); main()"  # modules stay: to look for garbage among them takes a fifth of their import
+    start = "gc.freeze(); gc.enable(); main()"  # modules stay: garbage is not looked for, a fifth of torch's import
     return [sys.executable, "-P", "-c", f"{load}; {start}"]
 
 
