@@ -104,7 +104,9 @@ class Budget(Section):
     """How long the study may take."""
 
     run: Seconds = Field(
-        default=60.0, description="Training time of the longest single run; on fresh seeds up to twice as much."
+        default=60.0,
+        description="Training time of the longest single run; on fresh seeds up to twice as much. If not set, with a "
+        "schedule of the learning rate and with best_metric a tenth of total, if that is less.",
     )
     total: Seconds = Field(
         default=600.0,

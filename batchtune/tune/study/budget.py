@@ -23,7 +23,7 @@ from batchtune.units import counted, duration
 
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
 TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told what the rest is enough for
-BASELINE_SHARE = 0.1  # of budget.total, for a baseline whose run nobody has limited
+BASELINE_SHARE = 0.1  # of budget.total, for a baseline, or runs as long as each other, that nobody has limited
 ON_FIRST_SEED = 2  # times as many contenders run on the first fresh seed, where nobody has set how many are confirmed
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
 FEWEST_STEPS, STEPS_IN_TOTAL = 20, 200  # of a run that learns anything, and of a study of such runs
@@ -77,7 +77,8 @@ class StudyBudget:
     them much shorter than the baseline, so it is enough for slow tasks and keeps nobody waiting for quick ones.
 
     Who gives no budget.run has the baseline set the target until its curve levels off, or for a tenth of budget.total,
-    unless a schedule of the learning rate counts on all of budget.run.
+    unless every run takes all of budget.run; see `with_run_length`. Runs to a target of the user's own end there: how
+    long they are shows with the first.
 
     Args:
         at_once: how many runs train side by side.
@@ -107,7 +108,9 @@ class StudyBudget:
         self._cost = cost_of(config.objective.kind)
         self.total: float = config.budget.given_total or study.user_attrs.get("total", config.budget.total)
         self._sets_target = config.objective.target == "auto" and self._cost is not None
-        self.is_open = self._sets_target and "run" not in config.budget.model_fields_set and not has_schedule
+        is_free = "run" not in config.budget.model_fields_set and not has_schedule
+        self.is_open = is_free and self._sets_target
+        self._ends_at_target = is_free and not self._sets_target and self._cost is not None
 
     @property
     def longest(self) -> float:
@@ -138,7 +141,9 @@ class StudyBudget:
         """
         is_first = not self._is_told and not self._history.has_run
         given = self._config.budget.given_total
-        if given is None or not is_first or not training_seconds or seconds < TOLD_SHARE * given:
+        if given is None or self._ends_at_target or not is_first:
+            return False
+        if not training_seconds or seconds < TOLD_SHARE * given:
             return False
         before, self._first_look = self._first_look, self._first_look or (training_seconds, seconds)
         if before is None or training_seconds <= before[0]:
@@ -149,6 +154,8 @@ class StudyBudget:
     def outlook(self) -> str:
         """What the time left is enough for, and what would be where that is no search."""
         left, each = self.seconds_left(), self._run_seconds()
+        if self._ends_at_target and self._history.best_cost() is None:
+            return f"{duration(max(left, 0.0))} left; the first run to the target shows how many runs that is"
         runs = max(0, self._at_once * int((left - self._baseline_first() - self.reserve()) / each))
         told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {duration(each)}"
         if runs >= FEWEST_RUNS:
@@ -230,8 +237,26 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
     """What `StudyBudget.outlook` says before anything has been measured."""
     study = open_study(InMemoryStorage(), config)
     history = StudyHistory(study, cost_of(config.objective.kind))
-    budget = StudyBudget(config, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
-    return budget.outlook()
+    settled = with_run_length(config, study, has_schedule=has_schedule)
+    budget = StudyBudget(settled, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
+    if settled.budget.run >= config.budget.run:
+        return budget.outlook()
+    return f"{budget.outlook()}; a run takes a tenth of budget.total, unless budget.run says how long"
+
+
+def with_run_length(config: Config, study: Study, *, has_schedule: bool) -> Config:
+    """The configuration with a budget.run that budget.total can hold, where nobody has given one and runs take all.
+
+    They do where the learning rate follows a schedule over them, and where the best value within them counts. The study
+    keeps what it began with: with a larger budget.total it goes on with runs as long as those before.
+    """
+    budget, takes_all = config.budget, has_schedule or cost_of(config.objective.kind) is None
+    if "run" in budget.model_fields_set or not takes_all:
+        return config
+    if "run" not in study.user_attrs:
+        is_new = not study.get_trials(deepcopy=False)
+        study.set_user_attr("run", min(budget.run, BASELINE_SHARE * budget.total) if is_new else budget.run)
+    return config.model_copy(update={"budget": budget.model_copy(update={"run": study.user_attrs["run"]})})
 
 
 class ProbeInTime(Forwarder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from optuna.storages import BaseStorage
 
@@ -11,7 +12,7 @@ from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
+from batchtune.tune.study.budget import AGAIN, Clock, StudyParts, with_run_length
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.storage import open_study
@@ -39,6 +40,7 @@ class TuneStudy:
         opening_seconds: float = 0.0,
     ) -> None:
         study = open_study(storage, plan.config)
+        plan = replace(plan, config=with_run_length(plan.config, study, has_schedule=plan.has_schedule))
         self.parts = StudyParts(plan, study, pool, observer, clock, opening_seconds)
         study.pruner, study.sampler = make_pruner(plan), make_sampler(plan, self.parts.space)
         self.trials = Trials(self.parts)

@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+from dataclasses import replace
 
 import law
 import optuna
 import pytest
 from fakes import FakeCrew
 
-from batchtune.config.schema import Budget, Confirm
+from batchtune.config.schema import Budget, Confirm, Objective
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
@@ -59,10 +60,10 @@ class Worker(law.LawWorker):
         return super().train(timeout=timeout, on_event=told, **spec)
 
 
-def study(storage=None, wall=1.0, once=0.0, **keys):
+def study(storage=None, wall=1.0, once=0.0, *, has_schedule=False, **keys):
     """A study of the law that takes the time that its runs do, or `wall` times as long, and whom it told what."""
     clock, told = Clock(), Told()
-    plan = law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys)
+    plan = replace(law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys), has_schedule=has_schedule)
     storage = storage or optuna.storages.InMemoryStorage()
     return TuneStudy(plan, FakeCrew(Worker(clock, wall, once)), storage, told, clock), told, clock
 
@@ -124,6 +125,55 @@ def test_it_takes_no_more_than_a_tenth_of_a_given_budget():
     tuned, _, _ = study(budget=Budget(total=120.0, trials=2), **SLOWEST)
     tuned.run()
     assert 12.0 <= baseline_of(tuned).training_seconds < 15.0
+
+
+BEST = Objective(kind="best_metric")
+OWN = Objective(metric="val_loss", target=0.5)
+
+
+@pytest.mark.parametrize(
+    ("has_schedule", "objective", "given", "run"),
+    [
+        (True, Objective(), {"total": 60.0}, 6.0),
+        (True, OWN, {"total": 60.0}, 6.0),
+        (False, BEST, {"total": 60.0}, 6.0),
+        (True, Objective(), {"total": 3600.0}, 60.0),
+        (True, Objective(), {}, 60.0),
+        (True, Objective(), {"total": 60.0, "run": 20.0}, 20.0),
+        (False, OWN, {"total": 60.0}, 60.0),  # it ends at the target
+    ],
+)
+def test_runs_that_take_all_of_their_time_are_as_long_as_the_budget_can_hold(has_schedule, objective, given, run):
+    tuned, _, _ = study(has_schedule=has_schedule, objective=objective, budget=Budget(trials=4, **given))
+    spec = tuned.parts.limits.spec(tuned.parts.space.baseline, "baseline", 0)
+    assert (spec.horizon_seconds, spec.limit_seconds) == (run, run)
+
+
+def test_with_a_schedule_a_small_budget_has_room_for_the_search():
+    storage, keys = optuna.storages.InMemoryStorage(), {"has_schedule": True} | SLOWEST
+    tuned, told, _ = study(storage, budget=Budget(total=60.0, trials=20), **keys)
+    tuned.run()
+    assert sum(trial.role == "search" for trial in tuned.records()) >= 3
+    assert "of 6 s" in told.announced[0][1]
+    longer, _, _ = study(storage, budget=Budget(total=600.0, trials=20), **keys)  # it goes on, and does not mix
+    assert longer.parts.plan.config.budget.run == 6.0
+    started = outlook_at_start(law.plan(budget=Budget(total=60.0)).config, 1, 3.0, has_schedule=True)
+    assert "of 6 s; a run takes a tenth of budget.total" in started
+
+
+def test_a_study_of_runs_that_had_60_s_goes_on_with_60():
+    storage = optuna.storages.InMemoryStorage()
+    study(storage, budget=Budget(run=60.0, total=600.0))[0].trials.add_baseline()  # of a version that kept no length
+    tuned, _, _ = study(storage, has_schedule=True, budget=Budget(total=60.0))
+    assert tuned.parts.plan.config.budget.run == 60.0
+
+
+def test_how_long_runs_to_a_target_of_the_users_are_is_not_told_before_one_has_got_there():
+    tuned, told, _ = study(objective=OWN, budget=Budget(total=60.0, trials=20))
+    tuned.run()
+    first, after, *_ = (text for _, text in told.announced)
+    assert re.fullmatch(r"5\d(\.\d)? s left; the first run to the target shows how many runs that is", first)
+    assert re.search(r"left, about \d+ runs? of [\d.]+ s", after)
 
 
 def test_it_is_told_again_when_5_percent_of_it_have_shown_what_a_run_takes():
