@@ -229,24 +229,29 @@ def _unconfirmed(
 ) -> Recommendation | None:
     """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that.
 
-    Its figures are those of its fresh seeds where it has run on any.
+    Its figures are those of its fresh seeds where it has run on any. Nothing whose figures are worse than those of what
+    runs today is said to be better than that, whatever all runs together tell of it.
     """
     ended = [trial for trial in trials if trial.role != "confirm" or trial.tells_of_fresh_seed]
     known = [trial for trial in ended if scoring.of(trial) is not None]
     runs = [trial for trial in known if not scoring.refused(groups.get(config_of(trial), ()))]
     if not runs:
         return None
-    group = min(by_configuration(runs).values(), key=lambda each: statistics.median(map(scoring.worth, each)))
-    fresh = groups.get(config_of(group[0]), ())
-    told = [trial for trial in group if trial.role == "confirm"] or group
-    values = [value for trial in told if (value := scoring.of(trial)) is not None]
+    by_config = by_configuration(runs)
+    told = {each: [run for run in group if run.role == "confirm"] or group for each, group in by_config.items()}
+    shown = {each: [value for run in of if (value := scoring.of(run)) is not None] for each, of in told.items()}
+    ranked = sorted(by_config, key=lambda each: statistics.median(map(scoring.worth, by_config[each])))
+    today = next((statistics.median(shown[config_of(run)]) for run in runs if run.role == "baseline"), math.inf)
+    chosen = next(each for each in ranked if statistics.median(shown[each]) <= today)
+    group, fresh = by_config[chosen], groups.get(chosen, ())
     best = "best of" if scoring.expected is None else "best by all of"
     count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
+    count += ", of those no worse than today's by their own runs" if chosen != ranked[0] else ""
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
     so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""
     needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None
-    found = _of(told, values, scoring, f"{count}, not confirmed{so_far}")
+    found = _of(told[chosen], shown[chosen], scoring, f"{count}, not confirmed{so_far}")
     return found.model_copy(update={"seeds_to_confirm": needed})
 
 

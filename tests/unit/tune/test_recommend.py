@@ -77,6 +77,23 @@ def test_without_the_baseline_on_fresh_seeds_figures_are_of_those_that_there_are
     assert found.seeds_to_confirm == 3
 
 
+@pytest.mark.parametrize(
+    ("others", "batch", "told"),
+    [
+        ([], 32, "2 single runs, and what you run today, of those no worse than today's by their own runs, not conf"),
+        ([trial(2, "search", 128, 1e-2, 3.0)], 128, "3 single runs, of those no worse than today's by their own runs"),
+        ([trial(2, "confirm", 64, 1e-2, 3.0)], 64, "3 single runs, not confirmed: 1 fresh seed so far"),
+    ],
+)
+def test_nothing_that_is_shown_slower_than_today_is_said_to_be_better_by_all_runs_together(others, batch, told):
+    trials = [trial(0, "baseline", 32, 1e-3, 4.5), trial(1, "search", 64, 1e-2, 5.0), *others]
+    believed = {config_of(each): {64: 1.0, 128: 1.1, 32: 1.5}[each.batch_size] for each in trials}
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=believed)
+    assert found.global_batch_size == batch
+    assert found.time_to_target_seconds.median <= 4.5
+    assert told in found.reason
+
+
 def test_a_run_on_a_fresh_seed_that_was_cut_off_tells_nothing_of_a_best_value():
     cut = trial(3, "confirm", 256, 1e-2, None, state="fail", value=0.99).model_copy(update={"outcome": "capped"})
     trials = [trial(0, "baseline", 64, 1e-3, None, value=0.8), trial(1, "search", 256, 1e-2, None, value=0.9), cut]
