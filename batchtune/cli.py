@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -169,34 +170,37 @@ def tune(
       batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
-    from batchtune.tune.plan.configure import configure
+    from batchtune.result import ROOT
+    from batchtune.tune.plan import configure
+    from batchtune.tune.run import configure_and_run
 
+    began = time.perf_counter()  # budget.total counts from the first look at the task on
     check_options(api.tune, options)
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     options["overrides"] = [*(overrides or []), *extra]
     warm_start = options.pop("warm_start")
     with session.observer() as observer:
-        loaded = configure(config, options, observer, options.pop("save_config"))
+        loaded = configure.configure(config, options, observer, options.pop("save_config"))
     if dry_run:
         _check(session, loaded, warm_start)
         return
     with session.observer(loaded.budget.given_total) as observer:
-        result = api.tune(loaded, warm_start=warm_start, fresh=fresh, observer=observer)
+        how: dict[str, Any] = {"warm_start": warm_start, "fresh": fresh, "root": Path(ROOT), "began": began}
+        result = configure_and_run(loaded, {}, None, observer=observer, **how)
     session.deliver(result, open_page=open_page)
 
 
 def _check(session: Session, loaded: Config, warm_start: str | None) -> None:
     """`tune --dry-run`: opens the task, trains nothing, and tells what was found."""
     from batchtune.result import ROOT
-    from batchtune.tune.plan.configure import read_warm_start
-    from batchtune.tune.plan.open_task import verdict
+    from batchtune.tune.plan import configure, open_task
 
     if warm_start is not None:
-        read_warm_start(warm_start, loaded, ROOT)
+        configure.read_warm_start(warm_start, loaded, ROOT)
     with session.observer() as observer:
         facts = api.check(loaded, observer=observer)
-    session.notes(verdict(loaded, facts))
+    session.notes(open_task.verdict(loaded, facts))
     if session.json or session.verbose or session.output or not sys.stdout.isatty():  # else the verdict says enough
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)
 

@@ -30,11 +30,16 @@ def configure_and_run(
     observer: Observer,
     root: Path,
     warm_start: str | os.PathLike[str] | None,
+    began: float | None = None,
 ) -> Result:
-    """What `run_tune` finds by the configuration that `configure` makes; the same in all processes of torchrun."""
+    """What `run_tune` finds by the configuration that `configure` makes; the same in all processes of torchrun.
+
+    `budget.total` counts from `began` (`time.perf_counter`) on, or from now: reading what the user trains with today
+    may take a while, too.
+    """
+    began = time.perf_counter() if began is None else began
 
     def work() -> Result:
-        began = time.perf_counter()  # reading what the user trains with today may take a while, too
         config = configure(given, options, observer, save_config)
         return run_tune(config, fresh=fresh, observer=observer, root=root, warm_start=warm_start, began=began)
 

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchtune.config.schema import Config
 from batchtune.errors import NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Observer
+from batchtune.session import Session
 from batchtune.tune import run
+from batchtune.tune.plan import configure as plan
 from batchtune.tune.run import run_and_save
 
 
@@ -36,6 +39,17 @@ def test_the_budget_counts_from_before_a_child_looks_at_what_the_task_trains_wit
     monkeypatch.setattr(run, "run_tune", lambda *_, began, **__: began)
     given = {"fresh": False, "observer": Observer(), "root": tmp_path, "warm_start": None}
     assert run.configure_and_run("model.py", {}, None, **given) < looked[0]
+
+
+def test_so_it_does_for_the_command_whose_first_look_at_the_task_comes_before_all_else(monkeypatch, invoke):
+    looked, counted = [], []
+    given = Config(task="model.py", name="law", baseline={"batch_size": 8, "learning_rate": 1e-3})
+    monkeypatch.setattr(plan, "configure", lambda *_: looked.append(time.perf_counter()) or given)
+    monkeypatch.setattr(run, "run_tune", lambda *_, began, **__: counted.append(began))
+    monkeypatch.setattr(Session, "deliver", lambda *_, **__: None)
+    ended = invoke("tune", "model.py", "--budget", "1m")
+    assert ended.exit_code == 0
+    assert counted[0] < looked[0]
 
 
 @pytest.mark.parametrize(
