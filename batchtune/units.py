@@ -32,6 +32,11 @@ def size(number: float | None, least: float = 0) -> str:
     return f"{number:,.1f} GiB"
 
 
+def typed_size(bytes_: int) -> str:
+    """Bytes as an option takes them, exactly."""
+    return f"{bytes_ >> 20}MiB" if bytes_ % 2**20 == 0 else str(bytes_)
+
+
 def duration(seconds: float | None) -> str:
     """Seconds with a unit that leaves three digits; '-' where not measured."""
     if seconds is None:

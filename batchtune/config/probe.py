@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
+from batchtune.config.options import MARGIN, STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
+from batchtune.units import typed_size
 from batchtune.vocabulary import AskedLengths, Variant
 
 SECONDS_PER_POINT = 1.0  # of timing a size
@@ -76,3 +78,15 @@ class ProbeOptions(Bounds):
     def check_timeout(self) -> float:
         """Seconds after which a silent final check counts as hanging."""
         return self.verify_timeout or self.timeout
+
+
+def typed_options(precision: Sequence[str], memory_limit: int | None, margin: float, device: str) -> str | None:
+    """What a probe was asked for of precision, memory (in bytes) and device, as it is typed; None: nothing unusual."""
+    given = [f"--precision {each}" for each in precision if len(precision) == 1 and each != "auto"]
+    if memory_limit:
+        given.append(f"--memory-limit {typed_size(memory_limit)}")
+    if margin != MARGIN:
+        given.append(f"--margin {margin:g}")
+    if device != "auto":
+        given.append(f"--device {device}")
+    return " ".join(given) or None

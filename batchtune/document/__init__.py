@@ -214,7 +214,9 @@ class Document(Record):
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
     options: Text | None = Field(
-        default=None, description="Of an estimate, as they are typed: those that its rows do not tell, but for --gpu."
+        default=None,
+        description="As they are typed: of an estimate those that its rows do not tell, but for --gpu; of a probe "
+        "those for precision, device and memory.",
     )
     details: list[MemoryDetail] | None = Field(default=None, description="One for each precision of an estimate.")
 

@@ -17,7 +17,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.result import Result
 from batchtune.task.spec import file_hash, spec_of
-from batchtune.units import size
+from batchtune.units import size, typed_size
 from batchtune.vocabulary import AskedLengths
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
@@ -106,10 +106,9 @@ def run_estimate(
 
 def _options(asked: EstimateMemory, precisions: Sequence[str]) -> str | None:
     """As they are typed, those that are not the usual ones; None: there are none."""
-    limit = asked.memory_limit
     given = [f"--precision {each}" for each in precisions if len(precisions) == 1 and each != "auto"]
-    if limit:
-        given.append(f"--memory-limit {f'{limit >> 20}MiB' if limit % 2**20 == 0 else limit}")
+    if asked.memory_limit:
+        given.append(f"--memory-limit {typed_size(asked.memory_limit)}")
     if asked.accumulation_steps > 1:
         given.append(f"--accumulation {asked.accumulation_steps}")
     if asked.world_size > 1:

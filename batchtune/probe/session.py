@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from batchtune.config.probe import ProbeOptions
+from batchtune.config.probe import ProbeOptions, typed_options
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Failure, InputPipeline, ProbeResult, TaskInfo
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UserCodeError
@@ -109,7 +109,7 @@ class ProbeSession:
     def document(
         self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None
     ) -> Result:
-        results, environment, optimizer = self._results(), None, None
+        results, asked, environment, optimizer = self._results(), self.settings, None, None
         if self.opened is not None:
             optimizer = self.opened.optimizer or None
             after = {"device_memory_free_after_bytes": self.free.after}
@@ -126,6 +126,7 @@ class ProbeSession:
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=max(results, key=_rank_of, default=None),
             probes=results if len(results) > 1 else None,
+            options=typed_options(asked.precision, asked.memory_limit, asked.margin, asked.device),
         )
 
 

@@ -20,6 +20,12 @@ from batchtune.report.view.words import machine, start_of_search, target_text
 from batchtune.units import size
 from batchtune.vocabulary import length_text
 
+_KEYS = {
+    "--precision": "precision",
+    "--memory-limit": "memory.limit",
+    "--margin": "memory.margin",
+    "--device": "device",
+}
 _PLOTS: dict[str, Callable[[Document], Plot | None]] = {
     "estimates": estimate.largest_plot,
     "efficiency": estimate.efficiency_plot,
@@ -116,8 +122,15 @@ def _commands(result: Document) -> list[Fact]:
     if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
         parallel = result.probe.data_parallel
         ranks = f" --ranks {parallel.world_size} --strategy {parallel.strategy}" if parallel else ""
-        return [Fact("next", f"batchtune tune {task}{ranks}", "the learning rate, too")]
+        return [Fact("next", f"batchtune tune {task}{ranks}{_keys(result.options)}", "the learning rate, too")]
     return []
+
+
+def _keys(options: str | None) -> str:
+    """Options of a probe as the keys of a configuration that mean the same, which `tune` takes on its command line."""
+    flags = (options or "").split()
+    given = zip(flags[::2], flags[1::2], strict=False)
+    return "".join(f" {_KEYS[flag]}={shlex.quote(value)}" for flag, value in given if flag in _KEYS)
 
 
 def _sections(result: Document) -> Iterator[Section]:

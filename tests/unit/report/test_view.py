@@ -1,12 +1,16 @@
 """One reading of a result: what the view holds, every report shows, and the codes in it are put into words once."""
 
 import io
+import shlex
 from html.parser import HTMLParser
 
 import documents
+import pytest
 from documents import probed, trial, tuned
 from rich.console import Console
 
+from batchtune.config.load import config_of_task
+from batchtune.config.probe import typed_options
 from batchtune.document import ProbeResult
 from batchtune.report.formats import to_markdown
 from batchtune.report.terminal import render
@@ -155,3 +159,33 @@ def test_what_an_estimate_says_to_run_next_asks_for_the_same(result_of):
     many = [documents.estimate(f"GPU {each}", each) for each in range(1, 12)]
     more, _ = view_of(result_of("estimate", options=asked, estimates=many)).commands
     assert more.text == f"batchtune estimate model.py {asked} --gpu A100-80GB"
+
+
+def test_what_a_probe_was_asked_with_is_kept_as_it_is_typed():
+    typed = "--precision bf16 --memory-limit 3072MiB --margin 0.1 --device cuda:1"
+    assert typed_options(("bf16",), 3 << 30, 0.1, "cuda:1") == typed
+    assert typed_options(("bf16", "fp32"), 5000000001, 0.05, "auto") == "--memory-limit 5000000001"
+    assert typed_options(("auto",), None, 0.05, "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys"),
+    [
+        (None, {}),
+        (
+            "--precision bf16 --memory-limit 3072MiB --margin 0.1 --device cuda:1",
+            {"precision": "bf16", "memory.limit": 3 << 30, "memory.margin": 0.1, "device": "cuda:1"},
+        ),
+        ("--memory-limit 5000000001", {"memory.limit": 5000000001}),
+        ("of another --version", {}),
+    ],
+)
+def test_what_a_probe_says_to_run_next_asks_for_the_same_in_words_that_tune_takes(result_of, asked, keys):
+    ((text, *_),) = [(fact.text,) for fact in view_of(result_of("probe", options=asked)).commands]
+    assert text.startswith("batchtune tune model.py")
+    given = ["baseline.batch_size=8", "baseline.learning_rate=0.1"]
+    config = config_of_task("model.py", "model", [*given, *shlex.split(text)[3:]], environment={})
+    found = {"precision": config.precision, "memory.limit": config.memory.limit, "memory.margin": config.memory.margin}
+    found |= {"device": config.device}
+    usual = {"precision": "auto", "memory.limit": None, "memory.margin": 0.05, "device": "auto"}
+    assert found == usual | keys
