@@ -91,7 +91,13 @@ Device = Annotated[str, Option("auto, cpu, cuda:0, mps, …", checks.text, varia
 Tolerance = Annotated[
     float, Option("How far apart the largest fit and the smallest failure may be; 0 is exact.", checks.share)
 ]
-Timeout = Annotated[str | float, Option("Give an attempt up after so long without a sign of life.", checks.duration)]
+Timeout = Annotated[
+    str | float,
+    Option(
+        "Give an attempt up after so long without a sign of life, and try no size whose steps take longer.",
+        checks.duration,
+    ),
+]
 TraceTimeout = Annotated[str | float, Option("Give tracing up after so long.", checks.duration)]
 VerifySteps = Annotated[int, Option("Steps of the final check in a fresh process.", checks.count)]
 NoOom = Annotated[bool, Option("Try only sizes that are predicted to fit even at worst.", checks.switch)]

@@ -52,7 +52,7 @@ class ProbeOptions(Bounds):
         timing_within: seconds for all of them; where steps are slow fewer sizes are timed, and none again. None: any.
         flops: count those of a sample even where the device's peak is not known.
         accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
-        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: see `longest_step`.
         lengths: that are asked for; `auto` for the best of those that the training set has.
         variant: what is trained by; what it leaves open is as the task was opened.
         useful_size: up to here sizes are of use however long their step takes.
@@ -73,6 +73,11 @@ class ProbeOptions(Bounds):
     useful_size: int = 1
     lengths: AskedLengths | None = None
     variant: Variant = Variant()  # noqa: RUF009 - it never changes
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds; where steps take longer, an attempt takes longer than the timeout, and memory may end far above."""
+        return self.max_step_seconds or self.timeout / self.steps
 
     @property
     def check_timeout(self) -> float:

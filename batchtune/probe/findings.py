@@ -80,9 +80,9 @@ class Findings:
 
     def within_time(self, bounds: Bounds) -> Bounds:
         """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
-        longest, self.too_slow_above = self.options.max_step_seconds, None
+        longest, self.too_slow_above = self.options.longest_step, None
         slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
-        if longest is None or slowest is None or not slowest.step_seconds:
+        if slowest is None or not slowest.step_seconds:
             return bounds
         least = max(slowest.batch_size, self.options.useful_size)
         useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
@@ -131,7 +131,7 @@ class Findings:
             return "memory" if failed.outcome == "oom" else failed.outcome
         cap, beyond = self.bounds.maximum, low + self.bounds.multiple_of
         if self.too_slow_above is not None and beyond > self.too_slow_above:
-            return "max"
+            return "max" if self.options.max_step_seconds else "timeout"
         if cap is None or beyond <= cap:
             return "memory" if self.options.no_oom else None
         return "max" if cap == self.options.maximum else "dataset"
@@ -151,7 +151,13 @@ class Findings:
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
-            found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
+            attempt = (
+                f"{self.options.steps} steps would take longer than --timeout ({self.options.timeout:g} s); raise it"
+            )
+            study = "budget.run has room for too few of their steps"
+            found.append(
+                f"batch sizes above {low} were not probed: {study if self.options.max_step_seconds else attempt}"
+            )
         return found
 
     def _why_memory_ended(self) -> list[str]:

@@ -36,6 +36,7 @@ _LIMITED_BY = {
     "memory": "the next size runs out of memory",
     "max": "limited by the largest size allowed",
     "dataset": "limited by the size of the training set",
+    "timeout": "limited by the time that steps of larger sizes take",
 }
 _TONES: dict[str, Tone] = dict.fromkeys(("fit", "reached", "finished", "complete"), "good")
 _TONES |= dict.fromkeys((*OUTCOMES, "diverged", "fail"), "bad")
