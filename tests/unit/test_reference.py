@@ -20,7 +20,11 @@ def reference(recipe):
 
 
 def test_the_pages_are_as_the_command_line_and_the_configuration_are(reference):
+    """Of commands in the words of Typer 0.29: older ones write `[OPTIONS] TASK`, and choices in brackets."""
+    is_older = tuple(map(int, typer.__version__.split(".")[:2])) < (0, 29)
     for page, text in reference.pages().items():
+        if is_older and page.name == "COMMANDS.md":
+            continue
         assert page.read_text(encoding="utf-8") == text, "run: python recipes/reference.py"
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import law
+import numpy.testing  # noqa: F401 - NumPy 1 starts lscpu at its first import, which drawing would do in a test
 import optuna
 import pytest
 from fakes import FakeCrew
