@@ -154,7 +154,7 @@ class StudyBudget:
     def outlook(self) -> str:
         """What the time left is enough for, and what would be where that is no search."""
         left, each = self.seconds_left(), self._run_seconds()
-        if self._ends_at_target and self._history.best_cost() is None:
+        if self._ends_at_target and not self._history.has_run:
             return f"{duration(max(left, 0.0))} left; the first run to the target shows how many runs that is"
         runs = max(0, self._at_once * int((left - self._baseline_first() - self.reserve()) / each))
         told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {duration(each)}"
