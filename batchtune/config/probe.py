@@ -9,6 +9,7 @@ from batchtune.config.options import MARGIN, STEPS, TIMEOUT_SECONDS, TOLERANCE, 
 from batchtune.units import typed_size
 from batchtune.vocabulary import AskedLengths, Variant
 
+_MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 SECONDS_PER_POINT = 1.0  # of timing a size
 
 
@@ -74,10 +75,13 @@ class ProbeOptions(Bounds):
     lengths: AskedLengths | None = None
     variant: Variant = Variant()  # noqa: RUF009 - it never changes
 
-    @property
-    def longest_step(self) -> float:
-        """Seconds; where steps take longer, an attempt takes longer than the timeout, and memory may end far above."""
-        return self.max_step_seconds or self.timeout / self.steps
+    def micro_batches(self, *, verify: bool) -> int:
+        """Of a step: all of them in a final check, and in a search as many as take memory."""
+        return self.accumulation_steps if verify else min(self.accumulation_steps, _MOST_ACCUMULATED_IN_SEARCH)
+
+    def longest_step(self, *, verify: bool) -> float:
+        """Seconds; a child is silent during a micro-batch, and of some trainings memory ends far above any timeout."""
+        return self.max_step_seconds or self.micro_batches(verify=verify) * self.timeout / self.steps
 
     @property
     def check_timeout(self) -> float:

@@ -80,10 +80,11 @@ class Findings:
 
     def within_time(self, bounds: Bounds) -> Bounds:
         """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
-        longest, self.too_slow_above = self.options.longest_step, None
+        self.too_slow_above = None
         slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
         if slowest is None or not slowest.step_seconds:
             return bounds
+        longest = self.options.longest_step(verify=slowest.purpose == "verify")
         least = max(slowest.batch_size, self.options.useful_size)
         useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
         useful = least if least >= _NEAR * useful else useful
@@ -151,13 +152,11 @@ class Findings:
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
-            attempt = (
-                f"{self.options.steps} steps would take longer than --timeout ({self.options.timeout:g} s); raise it"
+            why = (
+                f"{self.options.steps} of them would take longer than --timeout ({self.options.timeout:g} s); raise it"
             )
-            study = "budget.run has room for too few of their steps"
-            found.append(
-                f"batch sizes above {low} were not probed: {study if self.options.max_step_seconds else attempt}"
-            )
+            why = "budget.run has room for too few of their steps" if self.options.max_step_seconds else why
+            found.append(f"batch sizes above {low} were not probed: {why}")
         return found
 
     def _why_memory_ended(self) -> list[str]:

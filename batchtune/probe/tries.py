@@ -19,8 +19,6 @@ from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, TryBatchSize, TryLengths
 from batchtune.vocabulary import Length
 
-_MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-
 
 class Tries:
     """The attempts of one probe at one precision; the arguments are those of `Probe`.
@@ -99,7 +97,6 @@ class Tries:
     def command(self, batch_size: int, steps: int, length: Length | None = None, *, verify: bool) -> TryBatchSize:
         """What a child is asked for."""
         found = self.found
-        micro_batches = found.options.accumulation_steps
         return TryBatchSize(
             batch_size=batch_size,
             steps=steps,
@@ -108,7 +105,7 @@ class Tries:
             length=length,
             evaluation_batch_size=found.options.evaluation_batch_size,
             variant=found.options.variant,
-            accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
+            accumulation_steps=found.options.micro_batches(verify=verify),
         )
 
     def _in_child(self, command: TryBatchSize) -> Attempt:

@@ -32,7 +32,7 @@ class ScriptedWorker(FakeChild):
         limit: the memory limit in bytes.
         samples: of the data set.
         worn_bytes: what memory an attempt of the search takes more than a fresh process would.
-        sample_seconds: of a step, for each sample; None: attempts tell no time.
+        sample_seconds: of a micro-batch, for each sample; None: attempts tell no time.
         failed_steps: that attempts do before they fail; None: all, so that evaluation is what fails.
         words: of attempts that fail; None: outcome and size.
         maps_file: whether they fail in mapping a file.
@@ -92,7 +92,7 @@ class ScriptedWorker(FakeChild):
         failed = {"message": words, "maps_file": self.maps_file, "in_evaluation": evaluates or None}
         memory = {"steps": steps} | ({"peak_reserved_bytes": peak} if fits else failed)
         if fits and self.sample_seconds is not None:
-            memory["step_seconds"] = self.sample_seconds * batch_size
+            memory["step_seconds"] = self.sample_seconds * batch_size * arguments.get("accumulation_steps", 1)
         attempt = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()
         too_many = self.most_samples is not None and batch_size > self.most_samples
         return {"attempt": attempt} | ({"most_samples": self.most_samples} if too_many else {})
@@ -573,17 +573,17 @@ class TestTime:
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
         assert "budget.run has room for too few of their steps" in probing.result().warnings[0]
 
-    @pytest.mark.parametrize("timeout", [120.0, 30.0])
-    def test_sizes_of_which_an_attempt_takes_longer_than_the_timeout_are_not_tried(self, timeout):
+    @pytest.mark.parametrize(("timeout", "accumulation"), [(120.0, 1), (30.0, 1), (30.0, 64)])
+    def test_sizes_of_which_a_few_batches_take_longer_than_the_timeout_are_not_tried(self, timeout, accumulation):
         """Where memory grows hardly at all with the batch, as with a gradient cache, its end is hours of steps away."""
         worker = ScriptedWorker(up_to(50_000), sample_seconds=0.01)
-        probing = probe(worker, timeout=timeout)
+        probing = probe(worker, timeout=timeout, accumulation_steps=accumulation)
         result = probing.run()
         longest = int(timeout / 3 / 0.01)
         assert 0.8 * longest <= result.max_batch_size <= longest
         assert (result.limited_by, result.first_failing_batch_size) == ("timeout", None)
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
-        assert f"3 steps would take longer than --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
+        assert f"3 of them would take longer than --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
 
     def test_near_the_largest_size_of_use_the_search_ends(self):
         known = [Attempt(batch_size=170, outcome="fit", purpose="search", steps=3, step_seconds=1.7)]
