@@ -237,6 +237,33 @@ WRITTEN = (
     Case("nn.TransformerEncoder, bf16", Encoder, tokens, 8, "bf16"),
     Case("LSTM written out, bf16", own.HandLstm, short_tokens, 16, "bf16"),
     Case("GRU cells", own.GruCells, short_tokens, 16),
+    Case(
+        "GRU, both directions, bf16", own.Recurrent, tokens, 16, "bf16", options={"kind": "GRU", "bidirectional": True}
+    ),
+    Case(
+        "LSTM, projected, no biases",
+        own.Recurrent,
+        tokens,
+        16,
+        options={"kind": "LSTM", "proj_size": 64, "bias": False},
+    ),
+    Case(
+        "LSTM, packed, fp16",
+        own.Recurrent,
+        tokens,
+        16,
+        "fp16",
+        options={"kind": "LSTM", "packed": True, "dropout": 0.1},
+    ),
+    Case(
+        "RNN, batch first, 2 micro-batches",
+        own.Recurrent,
+        tokens,
+        16,
+        "fp32",
+        2,
+        options={"kind": "RNN", "batch_first": True},
+    ),
     Case("ResNet, channels last, fp16", channels_last_resnet, channels_last_images, 16, "fp16", optimizer=sgd),
     Case("ResNet, frozen but for its head", own.frozen_resnet, images, 16, optimizer=own.trainable),
     Case("segmentation, loss at full resolution", own.Segmenter, masks, 4, loss=pixel_loss),

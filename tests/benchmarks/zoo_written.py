@@ -183,6 +183,29 @@ class HandLstm(nn.Module):
         return self.out(torch.stack(states, 1))
 
 
+class Recurrent(nn.Module):
+    """Layers of torch's own, `kind` of nn, on sequences that are padded or packed."""
+
+    def __init__(self, kind: str, width: int = 256, *, packed: bool = False, **how: Any) -> None:
+        super().__init__()
+        self.tokens, self.cells = nn.Embedding(VOCABULARY, 128), getattr(nn, kind)(128, width, 2, **how)
+        self.out = nn.Linear(self._width(), VOCABULARY)
+        self.packed = packed
+
+    def _width(self) -> int:
+        return (self.cells.proj_size or self.cells.hidden_size) * (1 + self.cells.bidirectional)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        inputs = self.tokens(ids)
+        if self.packed:
+            lengths = torch.full((len(ids),), ids.shape[1])
+            inputs = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(nn.utils.rnn.pad_packed_sequence(self.cells(inputs)[0], batch_first=True)[0])
+        inputs = inputs if self.cells.batch_first else inputs.transpose(0, 1)
+        outputs = self.cells(inputs)[0]
+        return self.out(outputs if self.cells.batch_first else outputs.transpose(0, 1))
+
+
 class GruCells(nn.Module):
     def __init__(self, width: int = 256) -> None:
         super().__init__()

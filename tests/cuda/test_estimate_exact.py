@@ -10,7 +10,7 @@ import pytest
 from cuda.tasks import ESTIMATES
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "estimate_allocator.py"
-CASES = ("MLP, AdamW", "transformer, bf16", "ResNet", "ResNet, bf16", "diffusion, bf16")
+CASES = ("MLP, AdamW", "transformer, bf16", "ResNet", "ResNet, bf16", "diffusion, bf16", "LSTM, packed, fp16")
 pytestmark = [pytest.mark.timeout(600), ESTIMATES]
 
 

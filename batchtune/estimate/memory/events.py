@@ -141,7 +141,7 @@ class Trace:
         events: `number + 1` where storage `number` is born, `-(number + 1)` where it dies.
         births: the storages by number.
         notes: what the recorder had to assume.
-        ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
+        ops: names of all operators that ran.
         work: what the last optimizer step computes and moves.
         units: bytes of each parameter by unit of sharding; see `distributed`.
     """
@@ -264,7 +264,8 @@ def _fsdp(trace: Trace, world_size: int) -> Trace:
 
 def _shard(birth: Birth, whole: Counter[int], world_size: int) -> Birth:
     """A storage as large as a parameter, or one that the optimizer makes, by the number of ranks."""
-    of_a_parameter = birth.category in _SHARDED and birth.size_bytes in whole
+    together = birth.op.startswith("aten._cudnn_rnn")  # the buffer of a recurrent layer's weights, or their gradients
+    of_a_parameter = birth.category in _SHARDED and (together or birth.size_bytes in whole)
     if of_a_parameter or birth.moment.startswith("optimizer"):
         return replace(birth, size_bytes=-(-birth.size_bytes // world_size))
     return birth

@@ -11,7 +11,7 @@ from batchtune.errors import UsageError
 from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.events import Assumption, Gpu
 
-_CONVOLUTION = "aten.convolution"
+_CONVOLUTION, _RECURRENT = "aten.convolution", "aten._cudnn_rnn."
 _SOLVERS = tuple(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "ldl", "lstsq", "lu", "qr", "solve"))
 # The confidence that is left, and the library, or none: kernels of torch's own that take much which no formula here
 # tells, as tests/benchmarks/estimate_allocator.py found.
@@ -22,7 +22,7 @@ _NOT_SEEN = (
     ("medium", "", ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique")),
     ("low", "", ("aten._cdist_", "aten.cdist.")),
 )
-_TORCHS_OWN = ("torch.sparse_", "aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
+_TORCHS_OWN = ("torch.sparse_", "aten.", "prims.", "prim.", "c10d.", "_c10d_functional.", "higher_order.")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def overhead_of(generation: str) -> Overhead:
 def kind_of(ops: Iterable[str]) -> Literal["plain", "convolution", "recurrent"]:
     """Whether cuDNN's convolutions or its recurrent layers take memory that a trace of these operators does not see."""
     names = set(ops)
-    if "nn.RNNBase" in names:
+    if any(name.startswith(_RECURRENT) for name in names):
         return "recurrent"
     return "convolution" if any(name.startswith(_CONVOLUTION) for name in names) else "plain"
 
@@ -184,9 +184,8 @@ def confidence(
     """The confidence that the operators of a step and what its trace assumed leave.
 
     The bands come from an H100, tests/benchmarks/results/gpu_peaks.md: 4 % for steps whose scratch is known, 15 % for
-    convolutions in half precision, 45 % for those in fp32, where cuDNN chooses among more algorithms, and for its
-    recurrent kernels, whose reserve space no trace on a CPU sees. What was never compared (other libraries, branches
-    that depend on data) has the widest.
+    convolutions in half precision, 45 % for those in fp32, where cuDNN chooses among more algorithms. What was never
+    compared (cuDNN's recurrent layers, other libraries, branches that depend on data) has the widest.
     """
     names, custom = set(ops), custom_operators(ops)
     found = [("low" if each.depends_on_data else "medium", each.text) for each in assumed]
@@ -194,7 +193,12 @@ def confidence(
         level = "medium" if precision in {"bf16", "fp16"} else "low"
         found.append((level, "convolutions: cuDNN's workspace depends on the algorithm it chooses"))
     if kind_of(names) == "recurrent":
-        found.append(("low", "recurrent layers: the memory inside cuDNN's kernels is not seen"))
+        found.append(
+            (
+                "low",
+                "recurrent layers: what cuDNN keeps for backward is taken from one GPU of 2017; it is not documented",
+            )
+        )
     for level, library, operators in _NOT_SEEN:
         kernels = [name for name in sorted(names) if name.startswith(operators)]
         unseen = [library] if library and kernels else kernels

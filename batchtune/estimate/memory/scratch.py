@@ -19,6 +19,7 @@ from batchtune.estimate.memory.allocator import round_up
 from batchtune.estimate.memory.convolutions import CONVOLUTIONS
 from batchtune.estimate.memory.events import FLOAT, LONG, RESULTS, Arguments, Block, Steps, bytes_of
 from batchtune.estimate.memory.layers import LAYERS
+from batchtune.estimate.memory.recurrent import RECURRENT
 from batchtune.estimate.memory.reductions import REDUCTIONS, contiguous, copy_of
 
 aten = torch.ops.aten
@@ -163,6 +164,7 @@ _INSIDE: dict[OpOverload, Callable[[Arguments], Steps]] = {
     **REDUCTIONS,
     **LAYERS,
     **CONVOLUTIONS,
+    **RECURRENT,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.index_put.default: _sorted_indices,

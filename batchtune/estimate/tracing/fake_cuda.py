@@ -23,6 +23,7 @@ from batchtune.errors import DeviceError
 from batchtune.estimate.memory.convolutions import layout_of
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_kernels
+from batchtune.estimate.tracing.recurrent import flatten_parameters
 from batchtune.estimate.tracing.without_data import place_outside_torch
 from batchtune.task.state import apply_to_fakes
 
@@ -198,6 +199,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
         (nn.Module, "_apply", apply_to_fakes),
+        (nn.RNNBase, "flatten_parameters", flatten_parameters),
         (Tensor, "__deepcopy__", _deep_copied),
         (optimizers, "_foreach_supported_types", tensors),
         (foreach, "_foreach_supported_types", tensors),

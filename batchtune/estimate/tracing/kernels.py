@@ -13,6 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from batchtune.estimate.tracing import recurrent
+
 # What native_functions.yaml gives a kernel for CUDA and, for all other devices, a composite of several operators, each
 # with a result of its own: without the kernel, that composite is what a CPU-only build would run.
 _ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
@@ -44,6 +46,8 @@ def cuda_kernels() -> Iterator[None]:
             library.impl(name, _ctc_loss, device)
         library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
+        for name, key, replacement in recurrent.operators():
+            library.impl(name, replacement, key, allow_override=True)
         yield
 
 

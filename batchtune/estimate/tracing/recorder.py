@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.memory.events import RESULTS, SCRATCH, Arguments, Birth, Block, Held, Steps, Trace, Work
+from batchtune.estimate.memory.recurrent import FLOPS
 from batchtune.estimate.memory.scratch import inside, workspaces
 from batchtune.estimate.tracing.without_data import Values, place_outside_torch
 
@@ -104,8 +105,6 @@ class Recorder(TorchDispatchMode):
 
     def naming(self, model: nn.Module) -> AbstractContextManager[None]:
         """Notes for each storage in which module's forward it was born."""
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            self.trace.ops.add("nn.RNNBase")
         return self._modules.followed(model)
 
     def forget(self) -> None:
@@ -158,7 +157,7 @@ class Recorder(TorchDispatchMode):
             else:
                 held = step.size_bytes if isinstance(step, Held) else None
                 place = step.place if isinstance(step, Held) else step
-                for tensor in outputs if place == RESULTS else [places[place]]:
+                for tensor in outputs if place == RESULTS else tree_leaves(places[place]):
                     if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
                         self._see(tensor, call, held)
         self.trace.events += [-(number + 1) for number in taken]
@@ -245,7 +244,10 @@ def _count(
         return
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     moved = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
-    if formula is None:
+    if func in FLOPS:
+        work.flops += FLOPS[func](args)
+        work.matmul_bytes += moved
+    elif formula is None:
         work.other_bytes += moved
     else:
         arguments = _with_as_many_heads(args) if "attention" in str(func) else args

@@ -74,6 +74,8 @@ class Values:
         if func is aten._ctc_loss.default:  # noqa: SLF001 - whose lengths are numbers, not tensors
             log_probs, (frames, samples, _) = args[0], args[0].shape
             return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(args[3]) + 1)
+        if func is aten._pack_padded_sequence.default:  # noqa: SLF001
+            return self._packed(*args)
         if func not in _ASSUMED_FULL:
             try:
                 return func(*args, **kwargs)
@@ -89,6 +91,16 @@ class Values:
         fakes = tree_map_only(Tensor, lambda each: like.new_empty(each.shape, dtype=each.dtype), out)
         self._values.update(zip(tree_leaves(fakes), tree_leaves(out), strict=True))
         return fakes
+
+    def _packed(self, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """The samples of each step one after the other, and their numbers; every sequence is as long as the longest."""
+        if lengths.device.type != "cpu":
+            raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor")
+        samples, steps = padded.shape[:2] if batch_first else padded.shape[1::-1]
+        self._note("packed sequences: all are taken to be as long as they are padded; with shorter ones more may fit")
+        with unset_fake_temporarily(), _disable_current_modes():
+            counts = torch.full((steps,), samples)
+        return padded.new_empty(samples * steps, *padded.shape[2:]), counts
 
     def _known(self, arguments: Operands) -> Operands | None:
         """The arguments with real values in the place of fake tensors; None where one's value is not known."""

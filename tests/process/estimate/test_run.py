@@ -162,7 +162,7 @@ def test_hopper_keeps_larger_workspaces_and_an_unknown_generation_counts_as_the_
         ({"aten.addmm.default"}, "NVIDIA", "fp32", "high"),
         ({"aten.convolution.default"}, "NVIDIA", "bf16", "medium"),
         ({"aten.convolution.default"}, "NVIDIA", "fp32", "low"),
-        ({"nn.RNNBase", "aten.addmm.default"}, "NVIDIA", "bf16", "low"),
+        ({"aten._cudnn_rnn.default", "aten.addmm.default"}, "NVIDIA", "bf16", "low"),
         ({"my_kernels.fused.default"}, "NVIDIA", "bf16", "low"),
         ({"aten.addmm.default"}, "AMD", "bf16", "low"),
     ],

@@ -443,8 +443,80 @@ def test_libraries_that_take_memory_for_themselves_lower_the_confidence(ask, lib
     )
 
 
+RECURRENT = """
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    def build_model():
+        return nn.LAYERS
+
+    def make_batch(size):
+        return torch.randn(size, 500, 64)
+
+    def compute_loss(model, batch):
+        return model(batch)[0].mean()
+"""
+STEPS = 500
+
+
+@pytest.mark.parametrize(
+    ("layers", "values"),  # that are kept for each hidden unit: input, what cuDNN keeps, output
+    [
+        ("LSTM(64, 64, 3, batch_first=True)", 1 + 3 * 5 + 2 + 1),
+        ("GRU(64, 64, 2, bidirectional=True, batch_first=True)", 1 + 2 * (2 * 6 + 1) + 2),
+        ("RNN(64, 64, 1, batch_first=True)", 1 + 2 + 1),
+        ("LSTM(64, 64, 1, proj_size=32, batch_first=True)", 1 + 5 + 0.5),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recurrent_layers_are_one_operator_of_cudnn(ask, layers, values, precision):
+    answer = ask(RECURRENT.replace("LAYERS", layers), precision, memory_limit=1 << 30)
+    row, detail = answer["gpus"][0], answer["details"][0]
+    assert row["confidence"].startswith("low (±45%")
+    assert any("what cuDNN keeps for backward is taken from one GPU" in note for note in row["notes"])
+    units, element = STEPS * detail["batch_size"] * 64, 4 if precision == "fp32" else 2
+    held = values * element + (4 if precision == "bf16" else 0)  # the batch as it came, beside its copy
+    assert detail["activations_bytes"] == pytest.approx(held * units, rel=0.02)
+
+
+def test_the_arithmetic_of_recurrent_layers_is_that_of_their_matrices(ask):
+    row = ask(RECURRENT.replace("LAYERS", "LSTM(64, 128, 1, batch_first=True)"), memory_limit=1 << 30)["gpus"][0]
+    forward = 2 * STEPS * row["max_batch_size"] * 4 * 128 * (64 + 128)
+    assert row["work"]["flops"] == 3 * forward  # the gradient of the input, which nobody asks for, is found as well
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_a_recurrent_layer_are_one_buffer_with_places_for_biases(ask, bias):
+    layers = f"LSTM(64, 512, 1, bias={bias}, batch_first=True)"
+    answer = ask(RECURRENT.replace("LAYERS", layers).replace("500", "1"), memory_limit=64 << 20)
+    detail, matrices, biases = answer["details"][0], 4 * 4 * 512 * (64 + 512), 4 * 4 * 512 * 2
+    assert detail["parameters_bytes"] == matrices + biases
+    assert detail["gradients_bytes"] == matrices + bias * biases  # without biases each is copied out of the buffer
+
+
+def test_packed_sequences_are_as_long_as_they_are_padded(ask):
+    packed = RECURRENT.replace("LAYERS", "LSTM(64, 64, 1, batch_first=True)").replace(
+        "return model(batch)[0].mean()",
+        """lengths = torch.full((len(batch),), 500)
+        packed = pack_padded_sequence(batch, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(model(packed)[0], batch_first=True)[0].mean()""",
+    )
+    answer = ask(packed, memory_limit=1 << 30)
+    detail = answer["details"][0]
+    assert any("packed sequences: all are taken to be as long" in note for note in answer["gpus"][0]["notes"])
+    assert detail["activations_bytes"] > STEPS * detail["batch_size"] * 64 * 4 * (1 + 5 + 1)
+
+
+def test_a_recurrent_layer_in_eval_mode_keeps_nothing_and_does_not_train(ask):
+    source = RECURRENT.replace("LAYERS", "LSTM(64, 64, 1, batch_first=True)")
+    frozen = source.replace("model(batch)", "model.eval()(batch)")
+    assert "cudnn RNN backward can only be called in training mode" in ask(frozen)["refused"]
+    answers = [ask(source, memory_limit=1 << 30, inference=inference) for inference in (True, False)]
+    without, training = (answer["gpus"][0]["max_batch_size"] for answer in answers)
+    assert without > 2 * training
+
+
 @pytest.mark.parametrize("arguments", ["8, 64, 2, dropout=0.1", "8, 64, 1, bias=False, bidirectional=True"])
-def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
+def test_a_gru_without_cudnn_keeps_the_workspaces_of_its_cells(ask, arguments):
     source = f"""
     def build_model():
         return nn.GRU({arguments})
@@ -453,10 +525,11 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
         return torch.randn(4, size, 8)
 
     def compute_loss(model, batch):
-        return model(batch)[0].mean()
+        with torch.backends.cudnn.flags(enabled=False):
+            return model(batch)[0].mean()
 """
     answer = ask(source, memory_limit=64 << 20)
-    assert answer["gpus"][0]["confidence"].startswith("low (±45%")
+    assert answer["gpus"][0]["confidence"].startswith("high")
     states = 4 * 2 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells
     held = answer["details"][0]["activations_bytes"] / states
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
@@ -500,7 +573,7 @@ def test_ctc_that_data_decides_is_refused_by_its_name(ask, targets, lengths, sai
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_lstm_keeps_the_workspaces_of_its_cells_with_biases_or_without(ask, bias):
+def test_an_lstm_without_cudnn_keeps_the_workspaces_of_its_cells_with_biases_or_without(ask, bias):
     source = f"""
     def build_model():
         return nn.LSTM(8, 64, bias={bias})
@@ -509,7 +582,8 @@ def test_an_lstm_keeps_the_workspaces_of_its_cells_with_biases_or_without(ask, b
         return torch.randn(4, size, 8)
 
     def compute_loss(model, batch):
-        return model(batch)[0].mean()
+        with torch.backends.cudnn.flags(enabled=False):
+            return model(batch)[0].mean()
 """
     answer = ask(source, memory_limit=64 << 20)
     states = 4 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells

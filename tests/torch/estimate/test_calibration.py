@@ -51,12 +51,12 @@ def test_what_cannot_be_true_is_not_kept():
         "",
         "{",
         "[]",
-        '{"format": 2}',
+        '{"format": 3}',
         '{"format": 99, "gpus": {}}',
-        '{"format": 2, "gpus": 3}',
-        '{"format": 2, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "2.13", "context_bytes": ["x", null, NaN, -5]}}}',
-        '{"format": 2, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "0.1", "context_bytes": [5]}}}',
-        '{"format": 2, "gpus": {"no such GPU": [1]}}',
+        '{"format": 3, "gpus": 3}',
+        '{"format": 3, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "2.13", "context_bytes": ["x", null, NaN, -5]}}}',
+        '{"format": 3, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "0.1", "context_bytes": [5]}}}',
+        '{"format": 3, "gpus": {"no such GPU": [1]}}',
     ],
 )
 def test_a_broken_or_foreign_file_is_ignored_and_replaced_by_the_next_measurement(folder, text):
@@ -97,7 +97,11 @@ def test_measured_overheads_take_the_place_of_the_tables():
     measured, left = offsets_of("A100-80GB"), 80 * GIB - 700 * MIB
     assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", plain, None, measured) == left
     assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", conv, None, measured) == pytest.approx(left / 1.25, abs=1)
-    assert (kind_of(plain), kind_of(conv), kind_of({"nn.RNNBase"} | conv)) == ("plain", "convolution", "recurrent")
+    assert (kind_of(plain), kind_of(conv), kind_of({"aten._cudnn_rnn.default"} | conv)) == (
+        "plain",
+        "convolution",
+        "recurrent",
+    )
 
 
 def test_an_estimate_says_that_it_is_calibrated():
