@@ -583,7 +583,7 @@ class TestTime:
         assert 0.8 * longest <= result.max_batch_size <= longest
         assert (result.limited_by, result.first_failing_batch_size) == ("timeout", None)
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
-        assert f"3 of them would take longer than --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
+        assert f"3 of them take longer than --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
 
     def test_near_the_largest_size_of_use_the_search_ends(self):
         known = [Attempt(batch_size=170, outcome="fit", purpose="search", steps=3, step_seconds=1.7)]
