@@ -21,6 +21,7 @@ COMMON = (
 _TERA, _LISTED_AT_MOST = 1e12, 8
 # Words that drivers and people put before or after the part that tells one GPU from another.
 _GIGABYTES = re.compile(r"\b(\d+) ?(?:g|gib|gb)\b")
+_OTHER_CARDS = {"ti", "super"}  # a card with one of these in its name is none of those without
 _NOISE = re.compile("nvidia|geforce|tesla|amd|radeon|instinct|apple|rtx|gtx|rx|graphics|generation|edition|gpu")
 
 
@@ -95,7 +96,8 @@ def gpus_called(name: str) -> list[Gpu]:
     close = difflib.get_close_matches("".join(_words(name)), known, n=3, cutoff=0.5)
     names = " or ".join(dict.fromkeys(known[key] for key in close))
     hint = f"Did you mean {names}?" if names else "'--gpu all' lists every GPU that is."
-    raise UsageError(f"--gpu {name}: not in the catalogue. {hint} For any other, use --memory-limit")
+    fault = "not in the catalogue" if _words(name) else "says too little"
+    raise UsageError(f"--gpu {name}: {fault}. {hint} For any other, use --memory-limit")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -142,6 +144,8 @@ def _matching(name: str) -> list[Gpu]:
         return exact
 
     def fits(label: list[str]) -> bool:
+        if not set(words) >= _OTHER_CARDS.intersection(label):
+            return False
         return set(words) <= set(label) or any("".join(label[:end]) == key for end in range(1, len(label)))
 
     return [gpu for gpu in all_gpus() if words and any(fits(label) for label in _labels(gpu))]

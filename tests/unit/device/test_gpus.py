@@ -16,6 +16,17 @@ def test_the_catalogue_holds_what_people_train_on_from_three_vendors():
     assert {gpu.vendor for gpu in all_gpus()} == {"NVIDIA", "AMD", "Apple"}
 
 
+def test_a_card_that_comes_with_more_or_less_memory_is_not_another_card():
+    assert [gpu.name for gpu in gpus_called("NVIDIA GeForce RTX 3060")] == ["RTX 3060 8GB", "RTX 3060 12GB"]
+    assert peak_flops("NVIDIA GeForce RTX 3060", "bf16") == 25.5e12
+    assert [gpu.name for gpu in gpus_called("3080 Ti")] == ["RTX 3080 Ti"]
+
+
+def test_a_name_that_says_too_little_is_said_to():
+    with pytest.raises(UsageError, match="--gpu RTX: says too little"):
+        gpus_called("RTX")
+
+
 def test_names_and_aliases_are_unique():
     names = [name.casefold() for gpu in all_gpus() for name in (gpu.name, *gpu.aliases)]
     assert len(names) == len(set(names))

@@ -285,7 +285,7 @@ SCREENS = {
     "all GPUs": (
         "estimate",
         {"estimates": [documents.estimate(gpu.name, gpu.memory_bytes >> 30) for gpu in all_gpus()]},
-        "94 of 94 GPUs could train it",
+        "98 of 98 GPUs could train it",
     ),
     "all GPUs at three precisions": (
         "estimate",
@@ -296,7 +296,7 @@ SCREENS = {
                 for each in ("bf16", "fp16", "fp32")
             ]
         },
-        "94 of 94 GPUs could train it",
+        "98 of 98 GPUs could train it",
     ),
     "refused": (
         "estimate",
