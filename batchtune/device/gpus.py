@@ -21,7 +21,7 @@ COMMON = (
 _TERA, _LISTED_AT_MOST = 1e12, 8
 # Words that drivers and people put before or after the part that tells one GPU from another.
 _GIGABYTES = re.compile(r"\b(\d+) ?(?:g|gib|gb)\b")
-_OTHER_CARDS = {"ti", "super"}  # a card with one of these in its name is none of those without
+_OTHER_CARDS = ("ti", "super")  # a card with one of these in its name is none of those without
 _NOISE = re.compile("nvidia|geforce|tesla|amd|radeon|instinct|apple|rtx|gtx|rx|graphics|generation|edition|gpu")
 
 
@@ -144,7 +144,7 @@ def _matching(name: str) -> list[Gpu]:
         return exact
 
     def fits(label: list[str]) -> bool:
-        if not set(words) >= _OTHER_CARDS.intersection(label):
+        if any(word in label and word not in key for word in _OTHER_CARDS):
             return False
         return set(words) <= set(label) or any("".join(label[:end]) == key for end in range(1, len(label)))
 
