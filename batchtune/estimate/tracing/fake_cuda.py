@@ -198,6 +198,8 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch._C, "_conv_determine_backend_memory_format", lambda image, weight, _: layout_of(image, weight)),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
+        (torch.backends.mha, "get_fastpath_enabled", lambda: False),  # torch has no shapes of it, see trace.py
+        (torch.distributions.Distribution, "_validate_args", False),  # there are no values to look at
         (nn.Module, "_apply", apply_to_fakes),
         (nn.RNNBase, "flatten_parameters", flatten_parameters),
         (Tensor, "__deepcopy__", _deep_copied),

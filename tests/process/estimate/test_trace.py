@@ -134,6 +134,31 @@ def test_inference_keeps_no_scores_either_but_where_the_user_chooses_the_kernel_
     assert kept["max_batch_size"] * scores < limit < flash["max_batch_size"] * scores
 
 
+def test_an_encoder_in_inference_is_traced_without_the_fast_path_whose_memory_nobody_sees(ask):
+    encoder = """
+    def build_model():
+        layer = nn.TransformerEncoderLayer(64, 4, 512, batch_first=True)
+        return nn.ModuleDict({"words": nn.Embedding(100, 64), "encoder": nn.TransformerEncoder(layer, 2)})
+
+    def make_batch(size):
+        return torch.randint(0, 100, (size, 128))
+
+    def compute_loss(model, batch):
+        return model["encoder"](model["words"](batch), src_key_padding_mask=batch.eq(0)).square().mean()
+    """
+    limit, widest = 400 << 20, 128 * 512 * 4
+    found = ask(encoder, memory_limit=limit, inference=True)["gpus"][0]
+    assert 0 < found["max_batch_size"] * widest < limit
+    assert found["confidence"].startswith("low")
+
+
+def test_distributions_look_at_no_values_where_there_are_none(ask):
+    sampled = MLP.replace("model(batch).square()", "torch.distributions.Normal(model(batch), 1.0).rsample().square()")
+    plain = MLP.replace("model(batch).square()", "(model(batch) + torch.randn_like(batch)).square()")
+    sizes = [ask(source, memory_limit=1 << 30)["gpus"][0]["max_batch_size"] for source in (sampled, plain)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.3)
+
+
 def test_checkpointing_halves_what_is_kept(ask):
     deep = """
     from torch.utils.checkpoint import checkpoint
