@@ -16,7 +16,7 @@ from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, in_eval_mode, metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
-from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader, without_end
+from batchtune.child.trainer import Trainer, require_finite, training_loader, without_end
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
@@ -48,7 +48,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Rank
                 steps.run()
                 if command.verify and before is not None:
                     steps.train_freeing_early(before)
-            except (NonFiniteLossError, UsageError):
+            except UsageError:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
                 ended = _explain(error, steps.batch_size)

@@ -158,10 +158,6 @@ class TrainingBatches(Iterator[object]):
         return own_batches(self._task.loader(self._size), self._seed + number, self._ranks)
 
 
-class NonFiniteLossError(UserCodeError):
-    """The loss was NaN or infinite before any weight had changed: no batch size or learning rate can help."""
-
-
 class Trainer:
     """A model with its optimizer on one device, taking optimizer steps.
 
@@ -308,9 +304,9 @@ class Trainer:
 
 
 def require_finite(loss: Tensor, micro_batch_size: int) -> None:
-    """Raises NonFiniteLossError for a first loss of NaN or infinity."""
+    """Raises UserCodeError for a first loss of NaN or infinity, before any weight has changed."""
     if not bool(torch.isfinite(loss).all()):
-        raise NonFiniteLossError(
+        raise UserCodeError(
             f"compute_loss returned {float(loss):g} in the very first step, at batch size {micro_batch_size:,}, before "
             "any weight had changed; check the model's initialisation and the data for NaN, zero variance or log(0)"
         )

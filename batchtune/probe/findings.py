@@ -205,7 +205,8 @@ def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]
 
 
 def _ended(attempt: Attempt, then: str = "") -> str:
-    return f"batch size {attempt.batch_size:,} ended in {attempt.outcome}{then}: {attempt.message}"
+    outcome = "an error of the task's code" if attempt.outcome == "user_error" else attempt.outcome
+    return f"batch size {attempt.batch_size:,} ended in {outcome}{then}: {attempt.message}"
 
 
 def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputPoint]) -> list[str]:

@@ -27,7 +27,8 @@ from batchtune.vocabulary import Length
 
 _WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _FAST_PATH = Assumption(
-    "encoder layers and attention without torch's fast path for inference in fp32, which needed a quarter less", True
+    "encoder layers and attention without torch's fast path for inference in fp32, which needed a quarter less",
+    depends_on_data=True,
 )
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
 _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy
@@ -159,9 +160,7 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: object, precisi
         trainer = (Inference if task.is_for_inference else Trainer)(task, device, precision)
         roles = _Roles(recorder)
         trace.units = unit_bytes(trainer.model)
-        if isinstance(trainer, Inference) and any(
-            isinstance(each, _WITH_FAST_PATH) for each in trainer.model.modules()
-        ):
+        if task.is_for_inference and any(isinstance(each, _WITH_FAST_PATH) for each in trainer.model.modules()):
             trace.notes.append(_FAST_PATH)
         if task.has("train_step") and isinstance(trainer, Trainer):
             _note_steps(trainer, recorder)

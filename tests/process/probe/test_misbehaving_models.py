@@ -191,5 +191,5 @@ def test_a_batch_too_small_for_the_model_is_reported_and_the_search_goes_on_abov
     assert (probe["max_batch_size"], probe["limited_by"]) == (6, "max")
     assert outcomes(found.document)[0] == (1, "user_error")
     (warning,) = found.document["warnings"]
-    assert warning.startswith("batch size 1 ended in user_error, and the search went on above it: ")
+    assert warning.startswith("batch size 1 ended in an error of the task's code, and the search went on above it: ")
     assert "Expected more than 1 value per channel when training" in warning

@@ -9,9 +9,9 @@ import torch
 
 from batchtune.child import training_run as loop
 from batchtune.child.ranks._base import ALONE, Ranks
-from batchtune.child.trainer import NonFiniteLossError
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
 from batchtune.device import _base, energy
+from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunSpec
 
@@ -231,7 +231,7 @@ class TestEndings:
         assert [point.samples for point in done.points] == [0, 8]
 
     def test_a_loss_that_is_no_number_before_any_weight_has_changed_is_the_users(self, run):
-        with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 8"):
+        with pytest.raises(UserCodeError, match="in the very first step, at batch size 8"):
             run(spec_of(), compute_loss=lambda model, batch: model(batch[0]).sum() * float("nan"))
 
     def test_a_run_that_is_worse_than_before_training_for_a_fifth_of_its_limit_has_diverged(self, run):

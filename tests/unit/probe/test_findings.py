@@ -71,9 +71,9 @@ def test_above_the_largest_fit_the_first_failure_of_each_kind_is_told_and_how_ma
         Attempt(batch_size=100, outcome="fit"),
     ]
     assert attempt_warnings(attempts, 100) == [
-        "batch size 1 ended in user_error, and the search went on above it: no",
-        "batch size 2 ended in user_error, and the search went on above it: no",
-        "batch size 101 ended in user_error: no (2 larger sizes failed so, too)",
+        "batch size 1 ended in an error of the task's code, and the search went on above it: no",
+        "batch size 2 ended in an error of the task's code, and the search went on above it: no",
+        "batch size 101 ended in an error of the task's code: no (2 larger sizes failed so, too)",
         "batch size 150 ended in timeout: no",
         "batch size 200 ended in crash: no (1 larger size failed so, too)",
     ]

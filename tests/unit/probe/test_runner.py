@@ -390,7 +390,7 @@ class TestFailures:
         found = probe(ScriptedWorker(lambda size: "user_error" if size == 1 else up_to(300)(size)))
         assert 297 <= found.run().max_batch_size <= 300
         assert found.result().warnings == [
-            "batch size 1 ended in user_error, and the search went on above it: user_error at 1",
+            "batch size 1 ended in an error of the task's code, and the search went on above it: user_error at 1",
         ]
 
     @pytest.mark.parametrize(
