@@ -172,7 +172,8 @@ def _is_wanted(error: BatchtuneError, result: Document, session: Session) -> boo
     """Whether what was measured until an error is delivered; who interrupts sees it where a file is asked for."""
     quiet = isinstance(error, RunInterrupted) and session.output is None
     tried = result.probe.attempts if result.probe else []
-    found = result.trials or result.estimates or any(each.outcome != "user_error" for each in tried)
+    found = result.trials or any(each.outcome != "user_error" for each in tried)
+    found = found or any(each.confidence != "refused" for each in result.estimates or ())
     return session.json or (bool(found) and not quiet)
 
 

@@ -196,7 +196,8 @@ def _refusal(refusals: Sequence[Refusal | None]) -> UserCodeError | NothingFitsE
     failed = next((each for each in known if each.frames is not None), None)
     if failed is not None:
         return UserCodeError(failed.refused, failed.frames or "")
-    return NothingFitsError(f"nothing could be estimated: {known[0].refused}")
+    hint = "" if "probe" in known[0].refused else "; 'batchtune probe' measures it where there is a GPU"
+    return NothingFitsError(f"nothing could be estimated: {known[0].refused}{hint}")
 
 
 def choose(gpu: Gpu) -> str:

@@ -124,3 +124,5 @@ def test_where_every_gpu_is_refused_the_command_does_not_exit_with_0(quick_cli, 
     assert f"batchtune: {said}" in found.err
     assert (found.document["status"], found.document["error"]["exit_code"]) == ("failed", code)
     assert [row["confidence"] for row in found.document["estimates"]] == ["refused", "refused"]
+    assert ("'batchtune probe' measures it where there is a GPU" in found.err) == (code == 4)
+    assert not quick_cli("estimate", "refused.py", "--gpu", "T4", "-q").out  # it would say the same again
