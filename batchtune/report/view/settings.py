@@ -71,9 +71,19 @@ class Ran:
 
     @property
     def is_known(self) -> bool:
-        """Whether a learning rate was found for the optimizer of which that is known."""
+        """Whether a learning rate was found for the optimizer of which that is known.
+
+        It was read with the default arguments of build_optimizer: what one that is none of the optimizer's own, `beta2`
+        say, has changed of it is not known.
+        """
         same = self.found.learning_rate is not None and self.found.optimizer in {None, self.result.task.optimizer}
-        return same and self.result.task.optimizer_settings is not None
+        return same and self.result.task.optimizer_settings is not None and not self.foreign
+
+    @property
+    def foreign(self) -> set[str]:
+        """Arguments of build_optimizer that are none of the optimizer's own, as far as those are known."""
+        own = {*self.known.values, *self.known.differing}
+        return set(self.found.optimizer_arguments) - own if own else set()
 
     @property
     def made_with(self) -> Fields:

@@ -190,7 +190,7 @@ def _deepspeed(ran: Ran) -> Fields:
     optimizer: Fields = {}
     if found.learning_rate is not None and not ran.several:
         optimizer = {"optimizer.type": ran.optimizer, "optimizer.params.lr": found.learning_rate}
-        optimizer |= {f"optimizer.params.{name}": value for name, value in made.items()}
+        optimizer |= {f"optimizer.params.{name}": value for name, value in made.items() if name not in ran.foreign}
     return {
         "train_batch_size": found.micro_batch_size * found.gradient_accumulation_steps * found.world_size,
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
@@ -216,6 +216,8 @@ def _deepspeed_notes(ran: Ran) -> list[str]:
         notes.append("the optimizer's type is not known: add it yourself")
     engines = "a DeepSpeed engine steps one, so give each of them deepspeed.initialize(optimizer=...)"
     notes += several_notes(ran, "'optimizer'", engines) + optimizer_notes(ran)
+    given = [f"{name}={found.optimizer_arguments[name]!r}" for name in sorted(ran.foreign)]
+    notes += [f"no field says {each}, which is build_optimizer's own" for each in given]
     notes += _schedule_notes(ran, "total_num_steps of its 'scheduler'")
     return notes + _rank_notes(ran, "deepspeed --num_gpus")
 

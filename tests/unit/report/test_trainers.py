@@ -248,6 +248,19 @@ def test_further_arguments_of_the_optimizer_that_were_searched_come_along(tuned)
     assert {"WEIGHT_DECAY=0.05", "NESTEROV=True"} < set(EXPORTS["env"].text(searched).splitlines())
 
 
+def test_what_an_argument_of_build_optimizers_own_has_changed_is_not_said_to_be_known(tuned):
+    """It was read with the defaults: `beta2` of the recommended run makes other betas of them."""
+    task = TaskInfo(
+        path="model.py", optimizer="AdamW", optimizer_settings=OptimizerSettings(values={"betas": [0.9, 0.999]})
+    )
+    found = on("cuda", tuned, optimizer="AdamW", optimizer_arguments={"beta2": 0.9}).model_copy(update={"task": task})
+    assert "adam_beta2" not in hf(found)
+    assert deepspeed(found)["optimizer"] == {"type": "AdamW", "params": {"lr": 3e-4}}
+    assert "no field says beta2=0.9, which is build_optimizer's own" in EXPORTS["deepspeed"].said_beside(found)
+    assert not any(line.startswith("BETAS=") for line in EXPORTS["env"].text(found).splitlines())
+    assert not any("0.999" in note for note in EXPORTS["lightning"].said_beside(found))
+
+
 @pytest.mark.parametrize("rate", [1e-5, 0.012345678901234567, 3e-4])
 def test_a_learning_rate_comes_through_to_the_last_digit(tuned, rate):
     result = on("cuda", tuned, learning_rate=rate)
