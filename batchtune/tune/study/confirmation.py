@@ -13,8 +13,7 @@ from batchtune.tune.optuna_parts.storages import params_of
 from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import to_record
 from batchtune.tune.study.search import Belief
-from batchtune.tune.study.targets import STARTS
-from batchtune.tune.study.trials import Trials, run_trial
+from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.scores import (
     SECONDS,
     WORTHLESS,
@@ -45,25 +44,6 @@ class Confirmation:
         ran = [trial.params for trial in parts.history.finished("confirm")].count(parts.space.baseline)
         return max(parts.plan.config.confirm.seeds, ran)
 
-    def _fresh(self, seeds: int) -> range:
-        """So many of them."""
-        first = self._parts.plan.config.seed + _CONFIRM_SEEDS
-        return range(first, first + seeds)
-
-    def look_at_starts(self) -> None:
-        """Where the target is near to where training starts, looks where fresh seeds start, before all is searched.
-
-        Raises:
-            UsageError: one of them meets the target before training.
-        """
-        parts = self._parts
-        if STARTS in parts.study.user_attrs or not parts.targets.is_near_start():
-            return
-        specs = [parts.limits.spec(parts.space.baseline, "confirm", seed) for seed in self._fresh(self.seeds)]
-        runs = parts.pool.any_one(lambda one: [run_trial(one, each, lambda _: False, tolerant=True) for each in specs])
-        parts.study.set_user_attr(STARTS, [run.curve[0].value for run in runs if run.curve])
-        parts.targets.check_start()
-
     def run(self, seeds: int) -> None:
         """The finalists and the baseline on so many fresh seeds, of which the first may choose from more contenders."""
         planned = self._finalists()
@@ -80,9 +60,10 @@ class Confirmation:
         Returns:
             Whether there was time for that.
         """
-        parts = self._parts
+        parts, config = self._parts, self._parts.plan.config
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
-        missing = [(params, seed) for seed in self._fresh(seeds) for params in planned if (params, seed) not in done]
+        fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
+        missing = [(params, seed) for seed in fresh for params in planned if (params, seed) not in done]
         at_once = len(parts.pool)
         while missing:
             if parts.budget.seconds_left() <= 0:

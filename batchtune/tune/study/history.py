@@ -29,8 +29,6 @@ _KEPT = (  # attributes that have a field's name
 )
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
-MET_AT_START = "its seed meets the target before training, which tells nothing of how long that takes"
-"""The message of a run that counts as little, by luck."""
 INTERRUPTED = "interrupted before its end, so that the study runs it again"
 """The message of a run that came to no outcome, and of which nothing else is known."""
 RAISED = "raised"  # attribute of a run: whether the user's code raised, which ends a study

@@ -83,7 +83,6 @@ class TuneStudy:
     def _search(self) -> None:
         parts = self.parts
         parts.observer.stage("searching")
-        self._confirmation.look_at_starts()  # the baseline's run, if it is there, has shown where training starts
         if self._opens_with_the_search() and len(parts.pool) > 1:
             self.search.open_side_by_side()
         else:
@@ -92,7 +91,6 @@ class TuneStudy:
                 parts.tell_budget()
             if parts.history.best_cost() is None and parts.budget.seconds_left() > 0:  # its time is what to go by
                 self._run_baseline()
-        self._confirmation.look_at_starts()
         self.search.run()
 
     def _confirm(self) -> None:

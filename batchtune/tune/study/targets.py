@@ -11,15 +11,13 @@ from batchtune.config.schema import Config
 from batchtune.document import CurvePoint, Target
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.protocol.messages import Json
-from batchtune.tune.study.history import CUT_OFF, MET_AT_START, StudyHistory
+from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
 from batchtune.units import duration
 from batchtune.vocabulary import FAILED, Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
-NEAR_START = 0.25  # of the start or the target, the larger: initial losses differ by less, of seeds and of batches
-STARTS = "starts"  # attribute of the study: the metric before training, of fresh seeds
 _PERCENT = 100
 LEVEL_LOOKS, LEVEL_SECONDS = 10, 5.0  # before a run is said to have levelled off
 
@@ -94,15 +92,8 @@ class Targets:
         remedy = "raise budget.run and budget.total, fix the baseline, or set objective.target"
         raise NothingFitsError(f"{text} of training, so there is no target; {remedy}")
 
-    def is_near_start(self) -> bool:
-        """Whether the target is so near to where training starts that another seed may start beyond it."""
-        starts, target = self._starts(), self.current.value
-        if not starts or target is None:
-            return False
-        return abs(starts[0] - target) <= NEAR_START * max(abs(starts[0]), abs(target))
-
     def check_start(self) -> None:
-        """Refuses a metric that no run could be judged by, once runs have begun, or fresh seeds have been looked at.
+        """Refuses a metric that no run could be judged by, once runs have begun: another seed may start elsewhere.
 
         Raises:
             UserCodeError: the metric is no number before training.
@@ -115,29 +106,17 @@ class Targets:
         if met := self.met_at_start():
             whose, remedy = "objective.target", "set a harder one, or check objective.goal"
             if self.is_automatic:
-                whose = f"{whose}, as the baseline sets it,"
-                remedy = "it hardly learns: raise budget.run or baseline.learning_rate, or set objective.target"
+                whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
             if target.baseline_diverged_after_seconds is not None:
                 remedy = "the baseline diverged: lower baseline.learning_rate, or fix evaluate() if that gives the NaN"
-            where = f"{metric} starts at {met[0]:.4g}"
-            if met[0] != (first := self._starts()[0]):
-                where += f" with another seed, and at {first:.4g} with the first"
-            met_at = f"{whose} {target.value:g} is met before training ({where})"
+            met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
 
     def met_at_start(self) -> list[float]:
-        """Values before training that meet the target already: then no time to it means anything.
-
-        Of the first run, and of the seeds that were looked at for that. A later run that starts so by luck tells
-        nothing, and takes nothing from the others.
-        """
+        """Values before training that meet the target already: then no time to it means anything."""
         target = self.current
-        return [value for value in self._starts() if meets(value, target)]
-
-    def _starts(self) -> list[float]:
-        """Values before training: of the first run, then of the seeds that were looked at for them."""
-        first = [trial.curve[0].value for trial in self._history.records() if trial.curve][:1]
-        return [value for value in (*first, *self._study.user_attrs.get(STARTS, ())) if value is not None]
+        starts = [trial.curve[0].value for trial in self._history.records() if trial.curve]
+        return [value for value in starts if value is not None and meets(value, target)]
 
     def unmet(self, enough: str) -> str:
         """Why a study that has run to its end has nothing to recommend; `enough` is a budget.total to search in."""
@@ -215,12 +194,7 @@ def _falling(curve: Sequence[CurvePoint], goal: Goal) -> list[tuple[float, float
 
 
 def measured(curve: list[CurvePoint], outcome: str, target: Target) -> Json:
-    """A trial's attributes that follow from its curve; a curve that meets the target has reached it.
-
-    One that meets it before training says nothing of how long that takes: it counts as little as one that was cut off.
-    """
-    if curve and not curve[0].samples and meets(curve[0].value, target):
-        return CUT_OFF | {"message": MET_AT_START, "outcome": "finished"}
+    """A trial's attributes that follow from its curve; a curve that meets the target has reached it."""
     values = [point.value for point in curve if point.value is not None]
     attributes: Json = {"training_seconds": curve[-1].seconds} if curve else {}
     if curve and curve[-1].measured_seconds is not None:
