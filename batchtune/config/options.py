@@ -94,7 +94,7 @@ Tolerance = Annotated[
 Timeout = Annotated[
     str | float,
     Option(
-        "Give an attempt up after so long without a sign of life, and try no size whose --steps batches take longer.",
+        "Give an attempt up after so long without a sign of life, and try no size whose batch takes a third of that.",
         checks.duration,
     ),
 ]

@@ -9,6 +9,7 @@ from batchtune.config.options import MARGIN, STEPS, TIMEOUT_SECONDS, TOLERANCE, 
 from batchtune.units import typed_size
 from batchtune.vocabulary import AskedLengths, Variant
 
+SILENT_SHARE = 1 / 3  # of the timeout, that a batch may take: the three steps of an attempt are then over by then
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 SECONDS_PER_POINT = 1.0  # of timing a size
 
@@ -81,7 +82,7 @@ class ProbeOptions(Bounds):
 
     def longest_step(self, *, verify: bool) -> float:
         """Seconds; a child is silent during a micro-batch, and of some trainings memory ends far above any timeout."""
-        return self.max_step_seconds or self.micro_batches(verify=verify) * self.timeout / self.steps
+        return self.max_step_seconds or self.micro_batches(verify=verify) * SILENT_SHARE * self.timeout
 
     @property
     def check_timeout(self) -> float:
@@ -91,7 +92,7 @@ class ProbeOptions(Bounds):
 
 def typed_options(precision: Sequence[str], memory_limit: int | None, margin: float, device: str) -> str | None:
     """What a probe was asked for of precision, memory (in bytes) and device, as it is typed; None: nothing unusual."""
-    given = [f"--precision {each}" for each in precision if len(precision) == 1 and each != "auto"]
+    given = [f"--precision {each}" for each in precision if len(precision) == 1 and each not in {"auto", "all"}]
     if memory_limit:
         given.append(f"--memory-limit {typed_size(memory_limit)}")
     if margin != MARGIN:

@@ -152,7 +152,7 @@ class Findings:
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
-            why = f"{self.options.steps} of them take longer than --timeout ({self.options.timeout:g} s); raise it"
+            why = f"one takes longer than a third of --timeout ({self.options.timeout:g} s); raise it"
             why = "budget.run has room for too few of their steps" if self.options.max_step_seconds else why
             found.append(f"batch sizes above {low} were not probed: {why}")
         return found

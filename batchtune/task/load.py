@@ -60,9 +60,13 @@ def load_task(spec: str) -> Task:
 
 def set_libraries_apart() -> None:
     """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
+    is_on = gc.isenabled()
     gc.disable()  # as while torch was imported, see `entry`
-    load_early(lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0))  # the first loads half of torch
-    gc.enable()
+    try:
+        load_early(lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0))  # the first: half of torch
+    finally:
+        if is_on:
+            gc.enable()
     gc.collect()
     gc.freeze()
 

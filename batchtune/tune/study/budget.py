@@ -247,16 +247,17 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
 def with_run_length(config: Config, study: Study, *, has_schedule: bool) -> Config:
     """The configuration with a budget.run that budget.total can hold, where nobody has given one and runs take all.
 
-    They do where the learning rate follows a schedule over them, and where the best value within them counts. The study
-    keeps what it began with: with a larger budget.total it goes on with runs as long as those before.
+    They do where the learning rate follows a schedule over them, and where the best value within them counts. A study
+    that has runs goes on with runs as long as those: its answer compares them with each other.
     """
     budget, takes_all = config.budget, has_schedule or cost_of(config.objective.kind) is None
-    if "run" in budget.model_fields_set or not takes_all:
+    if not takes_all:
         return config
-    if "run" not in study.user_attrs:
-        is_new = not study.get_trials(deepcopy=False)
-        study.set_user_attr("run", min(budget.run, BASELINE_SHARE * budget.total) if is_new else budget.run)
-    return config.model_copy(update={"budget": budget.model_copy(update={"run": study.user_attrs["run"]})})
+    if not study.get_trials(deepcopy=False):
+        is_free = "run" not in budget.model_fields_set
+        study.set_user_attr("run", min(budget.run, BASELINE_SHARE * budget.total) if is_free else budget.run)
+    run = study.user_attrs.get("run", budget.run)
+    return config.model_copy(update={"budget": budget.model_copy(update={"run": run})})
 
 
 class ProbeInTime(Forwarder):

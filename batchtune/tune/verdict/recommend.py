@@ -247,7 +247,7 @@ def _unconfirmed(
     best = "best of" if scoring.expected is None else "best by all of"
     count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
-    count += ", of those no worse than today's by their own runs" if chosen != ranked[0] else ""
+    count += ", leaving out what its own runs show worse than today's" if chosen != ranked[0] else ""
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
     so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""
     needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None

@@ -189,3 +189,13 @@ def test_the_users_code_is_imported_once_and_its_samples_are_looked_at_once(work
     printed.clear()
     worker.start()
     assert "looked" not in printed
+
+
+def test_who_has_switched_the_garbage_collector_off_trains_without_it(tmp_path):
+    code = TASK.replace("def build_model():\n", "def build_model():\n    print('COLLECTS', gc.isenabled())\n")
+    with contextlib.ExitStack() as opened:
+        worker, printed = worker_in(opened, tmp_path / "model.py", "import gc\ngc.disable()\n" + code)
+        worker.start()
+        worker.call(Train(spec=RUN), timeout=60)
+        worker.renew()
+    assert {line for line in printed if line.startswith("COLLECTS")} == {"COLLECTS False"}

@@ -573,17 +573,19 @@ class TestTime:
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
         assert "budget.run has room for too few of their steps" in probing.result().warnings[0]
 
-    @pytest.mark.parametrize(("timeout", "accumulation"), [(120.0, 1), (30.0, 1), (30.0, 64)])
-    def test_sizes_of_which_a_few_batches_take_longer_than_the_timeout_are_not_tried(self, timeout, accumulation):
+    @pytest.mark.parametrize(
+        ("timeout", "options"), [(120.0, {}), (30.0, {}), (30.0, {"accumulation_steps": 64}), (30.0, {"steps": 50})]
+    )
+    def test_sizes_of_which_few_batches_take_longer_than_the_timeout_are_not_tried(self, timeout, options):
         """Where memory grows hardly at all with the batch, as with a gradient cache, its end is hours of steps away."""
         worker = ScriptedWorker(up_to(50_000), sample_seconds=0.01)
-        probing = probe(worker, timeout=timeout, accumulation_steps=accumulation)
+        probing = probe(worker, timeout=timeout, **options)
         result = probing.run()
         longest = int(timeout / 3 / 0.01)
         assert 0.8 * longest <= result.max_batch_size <= longest
         assert (result.limited_by, result.first_failing_batch_size) == ("timeout", None)
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
-        assert f"3 of them take longer than --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
+        assert f"one takes longer than a third of --timeout ({timeout:g} s); raise it" in probing.result().warnings[0]
 
     def test_near_the_largest_size_of_use_the_search_ends(self):
         known = [Attempt(batch_size=170, outcome="fit", purpose="search", steps=3, step_seconds=1.7)]

@@ -165,7 +165,7 @@ def test_what_a_probe_was_asked_with_is_kept_as_it_is_typed():
     typed = "--precision bf16 --memory-limit 3072MiB --margin 0.1 --device cuda:1"
     assert typed_options(("bf16",), 3 << 30, 0.1, "cuda:1") == typed
     assert typed_options(("bf16", "fp32"), 5000000001, 0.05, "auto") == "--memory-limit 5000000001"
-    assert typed_options(("auto",), None, 0.05, "auto") is None
+    assert typed_options(("auto",), None, 0.05, "auto") is typed_options(("all",), None, 0.05, "auto") is None
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,19 @@ def test_with_a_schedule_a_small_budget_has_room_for_the_search():
     assert "of 6 s" in told.announced[0][1]
     longer, _, _ = study(storage, budget=Budget(total=600.0, trials=20), **keys)  # it goes on, and does not mix
     assert longer.parts.plan.config.budget.run == 6.0
+    given, _, _ = study(storage, budget=Budget(run=60.0, total=600.0, trials=20), **keys)  # nor where one is given
+    assert given.parts.plan.config.budget.run == 6.0
     started = outlook_at_start(law.plan(budget=Budget(total=60.0)).config, 1, 3.0, has_schedule=True)
     assert "of 6 s; a run takes a tenth of budget.total" in started
+
+
+def test_a_study_that_has_no_runs_yet_has_them_as_long_as_its_new_budget_can_hold():
+    storage = optuna.storages.InMemoryStorage()
+    lengths = [
+        study(storage, has_schedule=True, budget=Budget(total=total))[0].parts.plan.config.budget.run
+        for total in (60.0, 300.0)
+    ]
+    assert lengths == [6.0, 30.0]
 
 
 def test_a_study_of_runs_that_had_60_s_goes_on_with_60():
