@@ -83,12 +83,12 @@ def test_without_the_baseline_on_fresh_seeds_figures_are_of_those_that_there_are
         (
             [],
             32,
-            "2 single runs, and what you run today, leaving out what its own runs show worse than today's, not conf",
+            "and what you run today, leaving out what its own runs show worse than today's, not confirmed",
         ),
         (
             [trial(2, "search", 128, 1e-2, 3.0)],
             128,
-            "3 single runs, leaving out what its own runs show worse than today's",
+            "3 single runs, leaving out what its own runs show worse",
         ),
         ([trial(2, "confirm", 64, 1e-2, 3.0)], 64, "3 single runs, not confirmed: 1 fresh seed so far"),
     ],
