@@ -170,7 +170,6 @@ def tune(
       batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
-    from batchtune.result import ROOT
     from batchtune.tune.plan import configure
     from batchtune.tune.run import configure_and_run
 
@@ -186,8 +185,7 @@ def tune(
         _check(session, loaded, warm_start)
         return
     with session.observer(loaded.budget.given_total) as observer:
-        how: dict[str, Any] = {"warm_start": warm_start, "fresh": fresh, "root": Path(ROOT), "began": began}
-        result = configure_and_run(loaded, {}, None, observer=observer, **how)
+        result = configure_and_run(loaded, {}, None, observer=observer, fresh=fresh, warm_start=warm_start, began=began)
     session.deliver(result, open_page=open_page)
 
 
