@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from batchtune.processes.worker import Worker
     from batchtune.protocol.commands import Opened
 
-_CALIBRATION, _FORMAT = (
-    "calibration.json",
-    3,
-)  # 1: without cuDNN's workspaces in the trace; 2: recurrent layers cell by cell
+_CALIBRATION = "calibration.json"
+_FORMAT = 3  # 1: without cuDNN's workspaces in the trace; 2: recurrent layers cell by cell
 _MOST_OFFSETS = 16  # of each term; the oldest go first
 _BELIEVED = {  # what lies outside was no measurement: somebody else used the GPU, or the file was edited
     "context_bytes": (64 * MIB, 4096 * MIB),  # no context takes less: nobody had one when that was measured
