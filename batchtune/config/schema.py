@@ -106,7 +106,8 @@ class Budget(Section):
     run: Seconds = Field(
         default=60.0,
         description="Training time of the longest single run; on fresh seeds up to twice as much. If not set, with a "
-        "schedule of the learning rate and with best_metric a tenth of total, if that is less.",
+        "schedule of the learning rate and with best_metric as long as today's training, where a Trainer of "
+        "Transformers says how long that is, and a tenth of total at the most.",
     )
     total: Seconds = Field(
         default=600.0,

@@ -61,6 +61,7 @@ class Opened(Message):
         current_settings: what the user trains with, where that was asked for.
         fits_alone: a rank may hold all weights with their gradients, as each does unless they are sharded.
         foreign_parameters: that the optimizer holds and the model does not.
+        training_samples: that the user's own training takes from its first step to its last, where an object says so.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         forks: whether this child is a fork of an image, which can have others.
     """
@@ -90,6 +91,7 @@ class Opened(Message):
     current_settings: CurrentSettings = CurrentSettings()
     fits_alone: bool = True
     foreign_parameters: int = 0
+    training_samples: int | None = None
     notes: tuple[str, ...] = ()
     forks: bool = False
 

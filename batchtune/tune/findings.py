@@ -17,6 +17,7 @@ from batchtune.units import duration, number
 from batchtune.vocabulary import Kind
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
+_ANOTHER_LENGTH = 1.5  # times as long, or as short: the schedule's rates are others for most of a run
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
 _HARDLY = 0.02  # of where training starts
 _AT = 1.1  # times a bound: near enough to have been kept from going on
@@ -85,10 +86,20 @@ def precision_warnings(config: Config, opened: Opened) -> list[str]:
     return [f"{text}: if you train in fp32, precision=[fp32,{precision}] with --fresh compares with that"]
 
 
-def schedule_warnings(opened: Opened, trials: Sequence[Trial]) -> list[str]:
-    """One where the schedule waits for the end of an epoch, and no run has come to one."""
-    scheduler, size = opened.optimizer_settings.scheduler, opened.train_size
+def schedule_warnings(opened: Opened, trials: Sequence[Trial], run: float) -> list[str]:
+    """Where the schedule waits for the end of an epoch that no run has come to, or is not as long as the user's own.
+
+    Schedules were made for `run` seconds of training.
+    """
+    scheduler, size, own = opened.optimizer_settings.scheduler, opened.train_size, opened.training_samples
     ran = [trial for trial in trials if trial.curve]
+    today = next((trial for trial in ran if trial.role == "baseline" and trial.total_steps), None)
+    if today is not None and today.total_steps is not None and own is not None:
+        steps = max(1, own // today.batch_size)
+        share = steps / today.total_steps
+        if not 1 / _ANOTHER_LENGTH <= share <= _ANOTHER_LENGTH:
+            text = f"the schedule was made for {today.total_steps:,} optimizer steps of batch {today.batch_size}"
+            return [f"{text}, and your training has {steps:,}: budget.run={share * run:.3g}s --fresh is as long"]
     if not ran or size is None or "ReduceLROnPlateau" not in (scheduler or ""):
         return []
     if any(trial.curve[-1].samples + trial.batch_size > size for trial in ran):

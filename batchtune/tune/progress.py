@@ -171,7 +171,9 @@ class Progress:
         sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
-        found += findings.precision_warnings(self.config, opened) + findings.schedule_warnings(opened, trials)
+        found += findings.precision_warnings(self.config, opened)
+        if study:
+            found += findings.schedule_warnings(opened, trials, study.parts.plan.config.budget.run)
         if study and status == "complete":
             found = findings.search_warnings(trials, study.parts.budget.enough(), self.config.objective.kind) + found
         return found + of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -102,6 +103,14 @@ class TrainerTask(FromLoader):
         where = "per_device_train_batch_size" + (" x gradient_accumulation_steps" if steps > 1 else "")
         return CurrentSettings(batch_size=(size * steps, where), learning_rate=self._current_rate)
 
+    @property
+    def training_samples(self) -> int | None:  # type: ignore[override]
+        """What its train() takes: max_steps at today's batch size, or its epochs; None: its data have no length."""
+        args, parts = self._args, self.parts
+        if args.max_steps > 0:
+            return int(args.max_steps * parts.batch_size * self.accumulation_steps)
+        return math.ceil(args.num_train_epochs * len(parts.dataset)) if hasattr(parts.dataset, "__len__") else None
+
     @cached_property
     def parts(self) -> LoaderParts:
         """What the Trainer's data loader is made of, which reads no columns that the model does not take."""
@@ -150,6 +159,9 @@ class TrainerTask(FromLoader):
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> object:
         """What `create_scheduler` makes for so many steps; on a plateau it waits for `metric_for_best_model`."""
+        if _value(self._args.lr_scheduler_type) == "constant":
+            self._let_go()
+            return None
         try:
             made = self._trainer.create_scheduler(num_training_steps=total_steps, optimizer=optimizer)
         finally:

@@ -46,16 +46,27 @@ def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) 
     if tokens is not None:
         base = config.baseline.model_copy(update={"batch_size": tokens.baseline})
         config = config.model_copy(update={"baseline": base})
+    timed = of_the_study(probe_in_tokens(probe, tokens), prior.loader_seconds_per_sample, opened)
     return Plan(
         config=config,
         tokens=tokens,
-        probe=of_the_study(probe_in_tokens(probe, tokens), prior.loader_seconds_per_sample, opened),
+        probe=timed,
         prior=prior,
         precisions=[name for name, _ in opened.precision],
         gradient_clipping=opened.gradient_clipping,
         optimizer_defaults=opened.optimizer_defaults,
         has_schedule=opened.optimizer_settings.scheduler is not None,
+        training_seconds=None if tokens else _training_seconds(config, opened, timed),
     )
+
+
+def _training_seconds(config: Config, opened: Opened, probe: ProbeResult) -> float | None:
+    """What the user's own training takes at the step time that was timed; None: it does not say how long it is."""
+    fit, most = probe.throughput_fit, probe.max_batch_size
+    if opened.training_samples is None or fit is None or most is None:
+        return None
+    micro = min(config.baseline.batch_size, most)
+    return opened.training_samples * step_seconds(fit, micro) / micro
 
 
 def of_the_study(probe: ProbeResult, loader_seconds: float | None, opened: Opened) -> ProbeResult:

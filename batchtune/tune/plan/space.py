@@ -30,6 +30,7 @@ class Plan:
         gradient_clipping: of every run, unless it is searched: what is asked for, or what the task does by itself.
         optimizer_defaults: the baseline's values of the arguments under `space`.
         has_schedule: learning rates change over the steps of a run.
+        training_seconds: that the user's own training takes today, where its object says how long it is.
         tokens: what batches are made of where all sizes here count tokens; None: they count samples.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     gradient_clipping: GradientClipping = NO_CLIPPING
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     has_schedule: bool = False
+    training_seconds: float | None = None
     tokens: TokenBatches | None = None
 
     @property

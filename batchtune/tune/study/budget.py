@@ -26,6 +26,7 @@ TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told wh
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline, or runs as long as each other, that nobody has limited
 ON_FIRST_SEED = 2  # times as many contenders run on the first fresh seed, where nobody has set how many are confirmed
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
+SHORTEST_RUN = 1.0  # seconds, as long as the user's own training, if that is over sooner
 FEWEST_STEPS, STEPS_IN_TOTAL = 20, 200  # of a run that learns anything, and of a study of such runs
 AGAIN = "searched_again"  # attribute of the study: how often, since fresh seeds had left nothing better than today's
 Clock = Callable[[], float]
@@ -241,21 +242,25 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
     budget = StudyBudget(settled, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
     if settled.budget.run >= config.budget.run:
         return budget.outlook()
-    return f"{budget.outlook()}; a run takes a tenth of budget.total, unless budget.run says how long"
+    return f"{budget.outlook()}; a run takes a tenth of budget.total at the most, unless budget.run says how long"
 
 
-def with_run_length(config: Config, study: Study, *, has_schedule: bool) -> Config:
+def with_run_length(
+    config: Config, study: Study, *, has_schedule: bool, training_seconds: float | None = None
+) -> Config:
     """The configuration with a budget.run that budget.total can hold, where nobody has given one and runs take all.
 
-    They do where the learning rate follows a schedule over them, and where the best value within them counts. A study
+    They do where the learning rate follows a schedule over them, and where the best value within them counts. They are
+    as long as the user's own training then, `training_seconds`, where that is known: so is the schedule. A study
     that has runs goes on with runs as long as those: its answer compares them with each other.
     """
     budget, takes_all = config.budget, has_schedule or cost_of(config.objective.kind) is None
     if not takes_all:
         return config
     if not study.get_trials(deepcopy=False):
+        own = budget.run if training_seconds is None else max(training_seconds, SHORTEST_RUN)
         is_free = "run" not in budget.model_fields_set
-        study.set_user_attr("run", min(budget.run, BASELINE_SHARE * budget.total) if is_free else budget.run)
+        study.set_user_attr("run", min(own, BASELINE_SHARE * budget.total) if is_free else budget.run)
     run = study.user_attrs.get("run", budget.run)
     return config.model_copy(update={"budget": budget.model_copy(update={"run": run})})
 

@@ -40,7 +40,10 @@ class TuneStudy:
         opening_seconds: float = 0.0,
     ) -> None:
         study = open_study(storage, plan.config)
-        plan = replace(plan, config=with_run_length(plan.config, study, has_schedule=plan.has_schedule))
+        settled = with_run_length(
+            plan.config, study, has_schedule=plan.has_schedule, training_seconds=plan.training_seconds
+        )
+        plan = replace(plan, config=settled)
         self.parts = StudyParts(plan, study, pool, observer, clock, opening_seconds)
         study.pruner, study.sampler = make_pruner(plan), make_sampler(plan, self.parts.space)
         self.trials = Trials(self.parts)

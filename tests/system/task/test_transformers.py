@@ -49,6 +49,18 @@ class TestATrainer:
         assert known.batch_size == (10, "per_device_train_batch_size x gradient_accumulation_steps")
         assert known.learning_rate == (3e-4, "learning_rate")
 
+    @pytest.mark.parametrize(("how", "samples"), [("max_steps=7", 70), ("num_train_epochs=2", 80), ("", 120)])
+    def test_it_says_how_long_todays_training_is(self, trainer_task, how, samples):
+        task = trainer_task(f"per_device_train_batch_size=5, gradient_accumulation_steps=2, {how}")
+        assert task.adapted.training_samples == samples
+
+    @pytest.mark.parametrize(("kind", "has"), [("constant", False), ("constant_with_warmup", True), ("linear", True)])
+    def test_a_constant_rate_is_no_schedule(self, trainer_task, kind, has):
+        task = trainer_task(f"lr_scheduler_type='{kind}'")
+        task.require("tune")
+        model = task.model()
+        assert bool(task.schedulers(task.optimizers(model, 0.1), 10)) is has
+
     def test_it_trains_and_evaluates_with_its_own_metrics(self, trainer_task):
         task = trainer_task()
         task.require("tune")

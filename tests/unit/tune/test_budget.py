@@ -60,10 +60,12 @@ class Worker(law.LawWorker):
         return super().train(timeout=timeout, on_event=told, **spec)
 
 
-def study(storage=None, wall=1.0, once=0.0, *, has_schedule=False, **keys):
+def study(storage=None, wall=1.0, once=0.0, *, has_schedule=False, own=None, **keys):
     """A study of the law that takes the time that its runs do, or `wall` times as long, and whom it told what."""
     clock, told = Clock(), Told()
-    plan = replace(law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys), has_schedule=has_schedule)
+    plan = replace(
+        law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys), has_schedule=has_schedule, training_seconds=own
+    )
     storage = storage or optuna.storages.InMemoryStorage()
     return TuneStudy(plan, FakeCrew(Worker(clock, wall, once)), storage, told, clock), told, clock
 
@@ -147,6 +149,25 @@ def test_runs_that_take_all_of_their_time_are_as_long_as_the_budget_can_hold(has
     tuned, _, _ = study(has_schedule=has_schedule, objective=objective, budget=Budget(trials=4, **given))
     spec = tuned.parts.limits.spec(tuned.parts.space.baseline, "baseline", 0)
     assert (spec.horizon_seconds, spec.limit_seconds) == (run, run)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "run"),
+    [
+        (12.0, {"total": 600.0}, 12.0),
+        (12.0, {}, 12.0),
+        (100.0, {"total": 1800.0}, 100.0),  # and not the minute of who says nothing
+        (100.0, {}, 60.0),
+        (100.0, {"total": 300.0}, 30.0),
+        (0.1, {}, 1.0),
+        (12.0, {"run": 30.0}, 30.0),
+    ],
+)
+def test_with_a_schedule_runs_are_as_long_as_the_users_own_training(own, given, run):
+    tuned, _, _ = study(own=own, has_schedule=True, budget=Budget(trials=4, **given))
+    assert tuned.parts.limits.spec(tuned.parts.space.baseline, "baseline", 0).horizon_seconds == run
+    without, _, _ = study(own=own, objective=OWN, budget=Budget(trials=4, **given))
+    assert without.parts.limits.spec(tuned.parts.space.baseline, "baseline", 0).horizon_seconds == given.get("run", 60)
 
 
 def test_with_a_schedule_a_small_budget_has_room_for_the_search():

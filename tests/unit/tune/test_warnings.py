@@ -84,9 +84,26 @@ def test_a_schedule_that_waits_for_an_epoch_which_no_run_came_to_the_end_of_is_t
     task = opened(train_size=1005, optimizer_settings={"scheduler": scheduler})
     curve = [CurvePoint(seconds=1.0, samples=each, value=1.0) for each in (0, samples)]
     ran = trial("baseline", "finished").model_copy(update={"curve": curve})
-    warned = [each.partition(":")[0] for each in schedule_warnings(task, [ran, trial("search", "oom")])]
+    warned = [each.partition(":")[0] for each in schedule_warnings(task, [ran, trial("search", "oom")], 60.0)]
     words = "no run came to the end of an epoch (1,005 samples), where ReduceLROnPlateau changes the learning rate"
     assert warned == [words] * told
+
+
+@pytest.mark.parametrize(
+    ("steps", "samples", "told"),
+    [
+        (19_000, 3_000, "19,000 optimizer steps of batch 8, and your training has 375: budget.run=1.18s --fresh"),
+        (300, 48_000, "300 optimizer steps of batch 8, and your training has 6,000: budget.run=1.2e+03s --fresh"),
+        (400, 3_000, None),
+        (None, 3_000, None),
+        (400, None, None),
+    ],
+)
+def test_a_schedule_that_is_much_longer_or_shorter_than_that_of_the_users_training_is_told(steps, samples, told):
+    curve = [CurvePoint(seconds=1.0, samples=8, value=1.0)]
+    today = trial("baseline", "finished").model_copy(update={"curve": curve, "total_steps": steps})
+    warned = schedule_warnings(opened(training_samples=samples), [today], 60.0)
+    assert [told in each for each in warned] == [True] * (told is not None)
 
 
 def trial(role, outcome):
