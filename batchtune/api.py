@@ -123,10 +123,12 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     Make the batch anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`. With
     `inference=True` a step is a forward pass, which runs under `torch.inference_mode`; put the model in eval mode.
 
-    The search is that of `probe`, and so are its outcomes; the size returned has run last, after all that failed.
+    The search is that of `probe`, and so are its outcomes; the size returned has run last, after all that failed, for
+    20 steps.
     Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot be got
-    over. A limit on the CPU's memory counts what comes on top of the process as it stands, holds for the whole process
-    (on Linux, as a limit on its address space) and is lifted before this returns.
+    over. A limit on the CPU's memory counts what comes on top of the process as it stands; a fifth of it is kept free,
+    since later steps may take that much more. It holds for the whole process (on Linux, as a limit on its address
+    space) and is lifted before this returns.
 
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.

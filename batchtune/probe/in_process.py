@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from batchtune.child.evaluate import without_gradients
+from batchtune.config.options import VERIFY_STEPS
 from batchtune.config.probe import Bounds
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, links, message_of
@@ -17,6 +18,7 @@ from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
 from batchtune.observer import Observer
+from batchtune.probe.final_check import MOST_SPREAD
 from batchtune.probe.search import bracket, next_size
 from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
 
@@ -46,6 +48,8 @@ def find_in_process(
         raise UsageError(f"the step is {kind_of(step)}; it must be a function that takes a batch size")
     memory = open_memory(device)
     limit = memory_limit or memory.default_limit(margin)
+    if limit is not None and memory.device.type == "cpu":  # where the steps to come may take so much more than these
+        limit = int(limit / (1 + MOST_SPREAD))
     trained = trained_by(step) if restore == "auto" else named(restore)
     with contextlib.nullcontext(observer) if observer else _on_stderr() as told:
         told.stage(_title(trained, is_sought=restore == "auto" and not inference))
@@ -82,17 +86,18 @@ class _Search:
         self._raised: dict[int, Exception] = {}
 
     def run(self, bounds: Bounds, limit: int | None) -> int:
-        """Tries sizes until the bracket is narrow enough, and the answer once more after all that failed."""
+        """Tries sizes until the bracket is narrow enough, and the answer once more and for longer, after all others."""
+        most = max(self._steps, VERIFY_STEPS)
         while True:
             choice = next_size(self._attempts, bounds, limit)
             low, high = bracket(self._attempts)
             if choice.batch_size is not None:
                 self._observer.attempting(choice.batch_size, choice.reason)
-                self._attempt(choice.batch_size)
+                self._attempt(choice.batch_size, self._steps)
             elif not low:
                 raise self._nothing(choice.reason)
-            elif self._attempts[-1].batch_size != low:
-                self._attempt(low)
+            elif (self._attempts[-1].batch_size, self._attempts[-1].steps) != (low, most):
+                self._attempt(low, most)
             else:
                 if high in self._raised:
                     error = self._raised[high]
@@ -100,11 +105,11 @@ class _Search:
                     warnings.warn(f"step({high}) raised {text}; larger sizes were not tried", stacklevel=4)
                 return low
 
-    def _attempt(self, size: int) -> None:
+    def _attempt(self, size: int, steps: int) -> None:
         tracker, started = PeakTracker(self._memory), time.perf_counter()
         try:
             with self._memory.attempt(size):
-                outcome, message, done = self._run_steps(size, tracker)
+                outcome, message, done = self._run_steps(size, steps, tracker)
         except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
             raise self._broken(size, str(error).strip().split("\n")[0][:300]) from None
         self._attempts.append(
@@ -121,11 +126,11 @@ class _Search:
         )
         self._observer.attempted(self._attempts[-1])
 
-    def _run_steps(self, size: int, tracker: PeakTracker) -> tuple[str, str | None, int]:
+    def _run_steps(self, size: int, steps: int, tracker: PeakTracker) -> tuple[str, str | None, int]:
         """Outcome, message and the steps that were done."""
         done, handled = 0, sys.exc_info()[1]
         try:
-            for _ in range(self._steps):
+            for _ in range(steps):
                 tracker.start_phase()
                 self._step(size)
                 self._memory.synchronize()
