@@ -151,7 +151,8 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
 
     def find(step: Step) -> int:
-        return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
+        with options.asked_by_call(find_batch_size):  # where it decorates, this runs after it has returned
+            return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
 
     def decorate(step: Step) -> Step:
         step.batch_size = find(step)  # type: ignore[attr-defined]
