@@ -241,6 +241,7 @@ def tune(  # noqa: D417 - takes_options adds them
     return configure_and_run(config, given, save_config, fresh=fresh, observer=told, root=root, warm_start=warm_start)
 
 
+@options.takes_options
 def check(config: Config, *, observer: Observer | None = None) -> dict[str, object]:
     """Opens the task of a configuration as `tune` would, and trains nothing.
 

@@ -234,6 +234,9 @@ def check_options(function: Callable[..., object], given: dict[str, Any]) -> Non
     for name, option in options_of(function).items():
         if name in given and (given[name] is not None or parameters[name].default is not None):
             given[name] = option.check(flag_of(name, option), given[name])
+    for name, check in (("observer", checks.observer), ("fresh", checks.switch)):  # of functions alone
+        if given.get(name) is not None:
+            check(f"--{name}", given[name])
     least, most = given.get("min"), given.get("max")
     if least is not None and most is not None and least > most:
         raise UsageError(f"--min {least} is greater than --max {most}; swap them or raise --max")

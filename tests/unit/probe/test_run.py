@@ -280,6 +280,21 @@ def test_options_of_the_library_that_make_no_sense_are_named(options, words):
         (partial(batchtune.estimate, __file__, gpus=[]), r"gpus=\(none\): name at least one"),
         (partial(batchtune.estimate, __file__, gpus=None), "gpus=None: must be a text, not a NoneType"),
         (partial(batchtune.estimate, __file__, gpus=["A100-80GB", 3]), "gpus=3: must be a text, not an int"),
+        *(
+            (
+                partial(call, __file__, observer=observer),
+                rf"observer=.*: must be a batchtune\.observer\.Observer, not {kind}",
+            )
+            for call in (
+                batchtune.probe,
+                batchtune.estimate,
+                batchtune.tune,
+                batchtune.check,
+                batchtune.find_batch_size,
+            )
+            for observer, kind in ((3, "an int"), (object(), "an object"), (batchtune.observer.Observer, "a type"))
+        ),
+        (partial(batchtune.tune, __file__, fresh=3), "fresh=3: must be True or False, not an int"),
         (partial(batchtune.tune, __file__, overrides=[3]), "overrides 3: must be a text, not an int"),
         (partial(batchtune.tune, __file__, warm_start=3), "warm_start=3: must be a text, not an int"),
         (partial(batchtune.tune, __file__, run_folders=None), "run_folders None: must be a text, not a NoneType"),
