@@ -63,6 +63,17 @@ def test_what_an_option_cannot_be_is_told_with_what_to_type(options, words):
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [("config.yaml", "../{}/config.yaml"), (".", "config.yaml"), ("model.py", "model.py"), ("config.yaml", "model.py")],
+)
+def test_what_a_study_is_read_from_is_not_written_over(given, file):
+    before = Path(file.format(Path.cwd().name)).read_text()
+    with pytest.raises(UsageError, match=r"^--save-config .*: is what this study is read from; name another file$"):
+        configure(given, batch_size=32, lr=1e-3, save_config=file.format(Path.cwd().name))
+    assert Path(file.format(Path.cwd().name)).read_text() == before
+
+
 def test_what_is_saved_goes_on_with_the_same_study():
     found = configure("model.py", batch_size=64, lr=1e-3, target="val_loss<0.3", save_config="tune.yaml")
     again = load_config("tune.yaml")
