@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Off, Positive, RunName, Seconds, Section, distinct
 from batchtune.config.ranks import Ranks, RayCluster
-from batchtune.config.space import ArgumentName, BatchSize, Clipping, LearningRate, Parameter
+from batchtune.config.space import CLIPS_NOTHING, ArgumentName, BatchSize, Clipping, LearningRate, Parameter
 from batchtune.errors import without_passwords
 from batchtune.vocabulary import Goal, Kind, Precision, Variant
 
@@ -213,6 +213,8 @@ class Config(Section):
         clipping: Clipping | None = known.data.get("gradient_clipping")
         if baseline.gradient_clipping is not None and (clipping is None or clipping.searched is None):
             raise ValueError("gradient_clipping is for a study that searches it; write it outside of baseline")
+        if baseline.gradient_clipping == 0 and clipping and clipping.searched and clipping.searched.choices is None:
+            raise ValueError(f"gradient_clipping 0: {CLIPS_NOTHING}")
         return baseline
 
     @field_validator("ray")
