@@ -53,6 +53,8 @@ def configure(
         raise UsageError(f"{overrides[0]}: a Config is complete; change it by its model_copy(update=...)")
     else:
         config, told = given, []
+    if options.get("target"):
+        config = config.model_copy(update={"objective": config.objective.typed_as(options["target"])})
     config.ranks.require_launcher(workers=config.workers, executor=config.executor)
     if not config.name:
         config = config.model_copy(update={"name": default_name(Path(f"{task_name(config.task)}.py"))})

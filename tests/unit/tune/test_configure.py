@@ -34,6 +34,24 @@ def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():
         assert (found.objective.metric, found.objective.goal, found.objective.target) == ("top1", "maximize", 0.9)
 
 
+@pytest.mark.parametrize(
+    ("told", "as_typed"),
+    [
+        (
+            "objective.metric 'top1' is not among what evaluate() returns: acc; choose one: objective.metric=acc",
+            "--target top1 > 0.9: 'top1' is not among what evaluate() returns: acc; choose one: --target \"acc > 0.9\"",
+        ),
+        ("objective.metric 'top1': m.py has no evaluate()", "--target top1 > 0.9: m.py has no evaluate()"),
+        ("batch_size.max 3: too small", "batch_size.max 3: too small"),
+    ],
+)
+def test_what_is_said_of_a_metric_is_said_in_the_words_of_who_typed_its_target(told, as_typed):
+    assert configure("config.yaml", target=" top1 > 0.9").objective.as_typed(told) == as_typed
+    keys = ["objective.metric=top1", "objective.goal=maximize"]
+    assert configure("config.yaml", overrides=keys).objective.as_typed(told) == told
+    assert configure("config.yaml", target="f1>0.9", overrides=keys).objective.as_typed(told) == told
+
+
 def test_a_key_and_a_value_win_over_an_option():
     assert configure("model.py", batch_size=64, lr=1.0, overrides=["baseline.batch_size=16"]).baseline.batch_size == 16
 
