@@ -198,7 +198,7 @@ def as_in_journal(result: Kept, folder: Path) -> Kept:
         return result
     if config.batch_size.unit == "tokens":
         return result
-    trials = [each for each in records if each.is_over]
+    trials = [each for each in records if each.state not in {"running", "waiting"}]
     found, baseline = recommend(trials, kind=config.objective.kind, goal=config.objective.goal)
     return result.model_copy(update={"trials": trials, "recommendation": found, "baseline": baseline})
 
