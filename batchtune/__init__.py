@@ -10,9 +10,14 @@ The functions here do what the commands of the same name do and return the same 
 import sys
 from types import ModuleType
 
-from batchtune.api import check, environment, estimate, find_batch_size, load_result, probe, tune
-from batchtune.sampling.sampler import LengthBatchSampler, length_batches
-from batchtune.version import __version__
+try:
+    from batchtune.api import check, environment, estimate, find_batch_size, load_result, probe, tune
+    from batchtune.sampling.sampler import LengthBatchSampler, length_batches
+    from batchtune.version import __version__
+except KeyboardInterrupt:
+    if sys.argv[0].endswith("/batchtune") or (sys.argv[0] == "-m" and "batchtune" in sys.orig_argv):
+        sys.exit(130)  # the command, which has not begun
+    raise
 
 __all__ = [
     "LengthBatchSampler",

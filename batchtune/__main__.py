@@ -1,4 +1,4 @@
-"""The process `batchtune`: what is interrupted while the command line is still being loaded ends as any other."""
+"""The process `batchtune`: what is interrupted before the command has begun ends as any other."""
 
 import sys
 
@@ -7,9 +7,10 @@ def main() -> None:
     """Runs the command line; exits with the documented code."""
     try:
         from batchtune.cli import main as run
+
+        run()
     except KeyboardInterrupt:
         sys.exit(130)
-    run()
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
 
     def find(step: Step) -> int:
-        return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
+        with options.asked_by_call(find_batch_size):  # where it decorates, this runs after it has returned
+            return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
 
     def decorate(step: Step) -> Step:
         step.batch_size = find(step)  # type: ignore[attr-defined]
@@ -242,6 +243,7 @@ def tune(  # noqa: D417 - takes_options adds them
     return configure_and_run(config, given, save_config, fresh=fresh, observer=told, root=root, warm_start=warm_start)
 
 
+@options.takes_options
 def check(config: Config, *, observer: Observer | None = None) -> dict[str, object]:
     """Opens the task of a configuration as `tune` would, and trains nothing.
 

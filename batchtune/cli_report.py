@@ -105,11 +105,17 @@ def _read(session: Session, run: str | None) -> Result:
 
     found = find_run(run)
     result, process = api.load_result(found), running_in(found)
-    if process is not None:
-        session.notes([f"process {process} goes on with this run: here is what it had when it last saved"])
-        return result.model_copy(update={"status": "running", "error": None})
     if is_behind(found):
-        session.notes(["the study was killed, and has more than this: the same 'batchtune tune' shows it all"])
+        from batchtune.tune.study.storage import as_in_journal
+
+        result = as_in_journal(result, found)
+        if process is None:
+            session.notes(
+                ["the study was killed, and this is what it had: the same 'batchtune tune' goes on from here"]
+            )
+    if process is not None:
+        session.notes([f"process {process} goes on with this run: here is what it has so far"])
+        return result.model_copy(update={"status": "running", "error": None})
     return result
 
 

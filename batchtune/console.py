@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from batchtune.config.checks import count
-from batchtune.config.options import flag_of, options_of, with_variables
+from batchtune.config.options import asked_by_command, flag_of, options_of, with_variables
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without_passwords
 from batchtune.session import Session, complain, discard_stdout
 
@@ -52,7 +52,7 @@ def with_session(
         common = {option.name: given.pop(option.name) for option in COMMON}
         if trains:
             _follow_first_rank()
-        with _command(**common) as session, _leading() if trains else contextlib.nullcontext():
+        with _command(**common) as session, asked_by_command(), _leading() if trains else contextlib.nullcontext():
             function(session, **(with_variables(like, given) if like else given))
 
     # a backspace tells Typer that the lines after it keep their ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ _KEYS = {
     "--lengths auto": "batch_size.unit tokens",
 }
 """What stands in a configuration for an option that `tune` does not have."""
+_FLAG_FIRST = re.compile(r"^(--[a-z-]{1,30}) (?=.{1,200}?: )")  # what is between is its value
+_FLAG = re.compile(
+    r"'batchtune [^']*'|torchrun --.*"  # to be typed as it is
+    r"|(?P<flag>--[a-z][a-z-]*)(?P<value>=| (?=[0-9.\"]|(?:N|all|auto|ddp|fsdp|bf16|fp16|fp32|tf32)\b))?"
+)
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
 _IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
 
@@ -59,6 +65,20 @@ class BatchtuneError(Exception):
         for flag, key in _KEYS.items():
             text = re.sub(rf"{flag}\b", key, text)
         return type(self)(text)
+
+    def say_arguments(self, names: Mapping[str, str]) -> None:
+        """Makes it the error of who has called a function: it names arguments where it has named flags.
+
+        Args:
+            names: of each flag, that of the argument; of a switch with its value: `fresh=True`.
+        """
+
+        def said(found: re.Match[str]) -> str:
+            name = names.get(found["flag"] or "")
+            return found[0] if name is None else f"{name.partition('=')[0]}=" if found["value"] else name
+
+        text = _FLAG.sub(said, _FLAG_FIRST.sub(r"\1=", str(self)))
+        self.detail, self.setting, self.args = text, None, (text,)
 
 
 class UsageError(BatchtuneError):

@@ -195,5 +195,15 @@ def strategy(flag: str, value: object) -> str:
     return str(value)
 
 
+def observer(flag: str, value: object) -> object:
+    """What has the methods of an `Observer`."""
+    from batchtune.observer import Observer  # takes long to load
+
+    known = [name for name in vars(Observer) if not name.startswith("_")]
+    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in known):
+        raise UsageError(f"{flag} {value}: must be a batchtune.observer.Observer, not {kind_of(value)}")
+    return value
+
+
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -5,21 +5,24 @@ The command line, the functions of the same names, their documentation and the c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
 from batchtune.config import checks
-from batchtune.errors import UsageError
+from batchtune.errors import BatchtuneError, UsageError
 
 STEPS, TOLERANCE, VERIFY_STEPS, MARGIN = 3, 0.01, 20, 0.05
 TIMEOUT_SECONDS = 120.0
 TIMEOUT = f"{TIMEOUT_SECONDS:g}s"
 TRACE_SECONDS = 60.0
 TRACE_TIMEOUT = f"{TRACE_SECONDS:g}s"
+_BY_COMMAND: ContextVar[bool] = ContextVar("_BY_COMMAND", default=False)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -176,6 +179,11 @@ SaveConfig = Annotated[
 ]
 
 
+_PLAIN = Option("", checks.text)
+_ARGUMENTS: dict[str, str] = {}
+"""What flags are called as arguments of any function; errors may name those of another than was called."""
+
+
 def options_of(function: Callable[..., object]) -> dict[str, Option]:
     """The options among a function's parameters, by their names: those annotated with one of the above."""
     parameters = inspect.signature(function).parameters.values()
@@ -188,6 +196,34 @@ def flag_of(name: str, option: Option) -> str:
     return option.flag or f"--{name.replace('_', '-')}"
 
 
+@contextlib.contextmanager
+def asked_by_command() -> Iterator[None]:
+    """Within it, functions of the package work for the command line: their errors name flags."""
+    token = _BY_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _BY_COMMAND.reset(token)
+
+
+@contextlib.contextmanager
+def asked_by_call(function: Callable[..., object]) -> Iterator[None]:
+    """Within it, errors name the arguments of a function of the package, unless the command line has called it."""
+    try:
+        yield
+    except BatchtuneError as error:
+        if not _BY_COMMAND.get():
+            error.say_arguments(_ARGUMENTS | _arguments_of(function))
+        raise
+
+
+def _arguments_of(function: Callable[..., object]) -> dict[str, str]:
+    """What the arguments of a function are called, by their flags; a switch with its value."""
+    options, parameters = options_of(function), inspect.signature(function).parameters.values()
+    flags = {each: flag_of(each.name, options.get(each.name, _PLAIN)) for each in parameters}
+    return {flag: f"{each.name}=True" if each.default is False else each.name for each, flag in flags.items()}
+
+
 def check_options(function: Callable[..., object], given: dict[str, Any]) -> None:
     """Puts in the place of what is given for options of a function what they are used as.
 
@@ -198,6 +234,9 @@ def check_options(function: Callable[..., object], given: dict[str, Any]) -> Non
     for name, option in options_of(function).items():
         if name in given and (given[name] is not None or parameters[name].default is not None):
             given[name] = option.check(flag_of(name, option), given[name])
+    for name, check in (("observer", checks.observer), ("fresh", checks.switch)):  # of functions alone
+        if given.get(name) is not None:
+            check(f"--{name}", given[name])
     least, most = given.get("min"), given.get("max")
     if least is not None and most is not None and least > most:
         raise UsageError(f"--min {least} is greater than --max {most}; swap them or raise --max")
@@ -250,9 +289,11 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             raise TypeError(f"batchtune.{function.__name__}(): {error}") from None
         bound.apply_defaults()
-        check_options(function, bound.arguments)
-        return function(*bound.args, **bound.kwargs)
+        with asked_by_call(function):
+            check_options(function, bound.arguments)
+            return function(*bound.args, **bound.kwargs)
 
+    _ARGUMENTS.update(_arguments_of(function))
     helps = {name: option.help for name, option in options_of(function).items()}
     lines = "".join(f"        {name}: {text[:1].lower()}{text[1:]}\n" for name, text in helps.items())
     checked.__doc__ = (function.__doc__ or "").replace("        (options)\n", lines)

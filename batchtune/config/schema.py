@@ -8,12 +8,22 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import GenerateJsonSchema
 
+from batchtune.config.checks import SOLVED
 from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Off, Positive, RunName, Seconds, Section, distinct
 from batchtune.config.ranks import Ranks, RayCluster
-from batchtune.config.space import ArgumentName, BatchSize, Clipping, LearningRate, Parameter
+from batchtune.config.space import CLIPS_NOTHING, ArgumentName, BatchSize, Clipping, LearningRate, Parameter
 from batchtune.errors import without_passwords
 from batchtune.vocabulary import Goal, Kind, Precision, Variant
 
@@ -81,6 +91,7 @@ class Objective(Section):
     target: Finite | Literal["auto"] = Field(
         default="auto", description="auto: what the baseline reaches within budget.run."
     )
+    _typed: str = PrivateAttr(default="")
 
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
@@ -91,6 +102,20 @@ class Objective(Section):
         if self.kind == "best_metric" and self.target != "auto":
             raise ValueError("best_metric has no target; leave it out, or use kind: time_to_target")
         return self
+
+    def typed_as(self, target: str) -> Self:
+        """The same, knowing that it was typed so as an option: `accuracy>0.9`."""
+        found = self.model_copy()
+        found._typed = target.strip()  # noqa: SLF001 - its own
+        return found
+
+    def as_typed(self, told: str) -> str:
+        """A sentence on `objective.metric` in the words of who has typed the metric with its target."""
+        if not (typed := SOLVED.fullmatch(self._typed)) or typed[1] != self.metric:
+            return told
+        found = re.sub(r"objective\.metric=(\S+)", rf'--target "\1{self._typed.removeprefix(self.metric)}"', told)
+        is_named, named = f"objective.metric '{self.metric}'", f"--target {self._typed}:"
+        return found.replace(f"{is_named}:", named).replace(is_named, f"{named} '{self.metric}'")
 
     def warnings(self) -> list[str]:
         """One where nothing says that less of the metric is better."""
@@ -214,6 +239,8 @@ class Config(Section):
         clipping: Clipping | None = known.data.get("gradient_clipping")
         if baseline.gradient_clipping is not None and (clipping is None or clipping.searched is None):
             raise ValueError("gradient_clipping is for a study that searches it; write it outside of baseline")
+        if baseline.gradient_clipping == 0 and clipping and clipping.searched and clipping.searched.choices is None:
+            raise ValueError(f"gradient_clipping 0: {CLIPS_NOTHING}")
         return baseline
 
     @field_validator("ray")

@@ -7,7 +7,7 @@ import keyword
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchtune.config.fields import Count, Finite, Positive, Section
 from batchtune.document import GradientClipping
@@ -98,11 +98,27 @@ class Parameter(Section):
         return self
 
 
+CLIPS_NOTHING = (
+    "a range has no place for what you run today, which clips nothing; write choices with a 0 in them, "
+    "such as {choices: [0, 0.5, 1.0, 5.0]}, or baseline: {gradient_clipping: 1.0}"
+)
+
+
 class Clipping(Section):
     """How gradients are clipped before the optimizer's step: by norm or by value, a number or what to search."""
 
     norm: Positive | Parameter | None = Field(default=None, description="The largest norm of all gradients together.")
     value: Positive | Parameter | None = Field(default=None, description="The largest absolute value of each.")
+
+    @field_validator("norm", "value")
+    @classmethod
+    def _can_be_searched(cls, given: float | Parameter | None) -> float | Parameter | None:
+        if isinstance(given, Parameter):
+            if any(isinstance(each, bool | str) or each < 0 for each in given.choices or []):
+                raise ValueError("choices are numbers from 0 (none) up")
+            if given.min is not None and given.min <= 0:
+                raise ValueError(f"min {given.min:g} clips everything away; raise it")
+        return given
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

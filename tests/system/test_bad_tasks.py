@@ -138,6 +138,12 @@ TASKS = {
         tune=2,
         options=("objective.metric=f1", "objective.goal=maximize"),
     ),
+    "does not return the metric that is typed": Bad(
+        "def evaluate(model):\n    return {'acc': 0.5}",
+        ["--target accuracy>0.9: 'accuracy' is not among what .* returns: acc; choose one: --target \"acc>0.9\""],
+        tune=2,
+        options=("--target", "accuracy>0.9"),
+    ),
     "has an optimizer without the argument to search": Bad(
         "def build_optimizer(model, lr, weight_decay=0.1):\n    return None",
         ["space.momentum: build_optimizer takes no argument 'momentum'; it takes weight_decay"],

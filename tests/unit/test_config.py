@@ -254,6 +254,13 @@ def test_a_fixed_global_batch_is_that_of_the_baseline_too():
         ({"gradient_clipping": {}}, "should have either norm or value"),
         ({"gradient_clipping": {"norm": 1.0, "value": 0.5}}, "should have either norm or value"),
         ({"gradient_clipping": {"norm": 0.0}}, "greater than 0"),
+        ({"gradient_clipping": {"value": {"choices": [-1, 2]}}}, r"choices are numbers from 0 \(none\) up"),
+        ({"gradient_clipping": {"norm": {"choices": [True, 2]}}}, r"choices are numbers from 0 \(none\) up"),
+        ({"gradient_clipping": {"norm": {"min": 0.0, "max": 1.0}}}, "min 0 clips everything away"),
+        (
+            {"gradient_clipping": {"norm": {"min": 0.1, "max": 1.0}}, "baseline": {"gradient_clipping": 0}},
+            "gradient_clipping 0: a range has no place for what you run today",
+        ),
         ({"baseline": {"gradient_clipping": 1.0}}, "is for a study that searches it; write it outside of baseline"),
         ({"space": {"weight decay": {"choices": [1]}}}, "'weight decay' cannot name an argument of build_optimizer"),
     ],

@@ -69,6 +69,22 @@ def test_who_has_a_configuration_is_told_of_its_keys(error, told):
 
 
 @pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("--no-oom x y: must be True", "no_oom=x y: must be True"),
+        ("--gpu RTX: says too little. '--gpu all' lists", "gpus=RTX: says too little. 'gpus=all' lists"),
+        ("start over with --no-oom; --no-oomph is none", "start over with no_oom=True; --no-oomph is none"),
+        ("m.py: needs --lengths: 'batchtune probe --gpu 3'", "m.py: needs --lengths: 'batchtune probe --gpu 3'"),
+        ("a search ends there: --gpu looks for more", "a search ends there: gpus looks for more"),
+    ],
+)
+def test_who_has_called_a_function_is_told_of_its_arguments(told, said):
+    error = errors.UserCodeError(told, "frames")
+    error.say_arguments({"--gpu": "gpus", "--no-oom": "no_oom=True"})
+    assert (str(error), error.detail, error.frames) == (said, said, "frames")
+
+
+@pytest.mark.parametrize(
     ("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")]
 )
 def test_a_kind_of_value_has_its_article(value, kind):

@@ -277,9 +277,16 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
     gain = found and (found.speedup_over_baseline or found.energy_saving_over_baseline)
     if gain and each.found:
         return _times(gain.low if gain.at_least else gain.median, each.key, at_least=gain.at_least)
-    if answer and found and found.timed_in_turn and not each.found:
-        best = answer.of_runs  # of two paces nothing can be divided
-    return "confirmed" if best is None else _against(best, each.interval, result, each.key)
+    as_it_was = answer.of_runs if answer and found and found.timed_in_turn and not each.found else None
+    best = as_it_was or best  # of two paces nothing can be divided
+    told = "confirmed" if best is None else _against(best, each.interval, result, each.key)
+    return f"{told}{_then_took(as_it_was, each.key)}" if as_it_was else told
+
+
+def _then_took(as_it_was: Interval, key: str) -> str:
+    """What is divided by, where the table shows what it would be on an idle machine."""
+    took = duration(as_it_was.median) if key == SECONDS else f"{number(as_it_was.median)} J"
+    return f": on the busy machine, where the recommended took {took}"
 
 
 def _against(best: Interval, other: Interval, result: Document, key: str) -> str:

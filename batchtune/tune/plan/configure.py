@@ -42,7 +42,8 @@ def configure(
         save_config: the file that it is written to.
 
     Raises:
-        UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be written.
+        UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be
+            written, or is read.
     """
     texts = options.get("overrides") or ()
     overrides = [*_overrides_of(options), *(one_or_several("overrides", texts) if texts else ())]
@@ -52,17 +53,30 @@ def configure(
         raise UsageError(f"{overrides[0]}: a Config is complete; change it by its model_copy(update=...)")
     else:
         config, told = given, []
+    if options.get("target"):
+        config = config.model_copy(update={"objective": config.objective.typed_as(options["target"])})
     config.ranks.require_launcher(workers=config.workers, executor=config.executor)
     if not config.name:
         config = config.model_copy(update={"name": default_name(Path(f"{task_name(config.task)}.py"))})
     if save_config is not None:
         if Path(save_config).is_dir():
             raise UsageError(f"--save-config {save_config}: is a folder; name a file, e.g. config.yaml")
+        if _is_read(Path(save_config), given, config):
+            raise UsageError(f"--save-config {save_config}: is what this study is read from; name another file")
         try:
             write_atomically(Path(save_config), _as_file(config, told))
         except OSError as error:
             raise UsageError(f"--save-config {save_config}: cannot be written: {error.strerror}") from None
     return config
+
+
+def _is_read(file: Path, given: str | os.PathLike[str] | Config, config: Config) -> bool:
+    """Whether a file is the study's configuration or its task, which writing to it would destroy."""
+    sources = [
+        config.task.partition(":")[0],
+        *(() if isinstance(given, Config) else (given, Path(given) / "config.yaml")),
+    ]
+    return file.exists() and any(Path(each).exists() and file.samefile(each) for each in sources)
 
 
 def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:

@@ -67,7 +67,10 @@ def open_task(worker: Worker, config: Config) -> Opened:
     Raises:
         BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
     """
-    opened = start_worker(worker)
+    try:
+        opened = start_worker(worker)
+    except UsageError as error:
+        raise UsageError(config.objective.as_typed(str(error))) from None
     require(config, opened)
     return opened
 

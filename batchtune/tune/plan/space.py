@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from batchtune.config.schema import Config
-from batchtune.config.space import Parameter
+from batchtune.config.space import CLIPS_NOTHING, Parameter
 from batchtune.document import NO_CLIPPING, GradientClipping, Prior, ProbeResult, Trial, Value
 from batchtune.errors import UsageError
 from batchtune.tune.plan.tokens import TokenBatches
@@ -165,16 +165,8 @@ def clipping_distribution(config: Config, own: GradientClipping) -> BaseDistribu
     if config.baseline.gradient_clipping is None and baseline and getattr(own, clipping.kind) is None:
         raise UsageError(f"{key}: the task clips by the other of norm and value; search that one")
     if searched.choices is None and not baseline:
-        raise UsageError(
-            f"{key}: a range has no place for what you run today, which clips nothing; write choices with a 0 in them, "
-            "such as {choices: [0, 0.5, 1.0, 5.0]}, or baseline: {gradient_clipping: 1.0}"
-        )
-    choices = searched.choices or []
-    if any(isinstance(each, bool | str) or each < 0 for each in choices):
-        raise UsageError(f"{key}: choices are numbers from 0 (none) up")
-    if searched.min is not None and searched.min <= 0:
-        raise UsageError(f"{key}: min {searched.min:g} clips everything away; raise it")
-    numbers = searched.model_copy(update={"choices": [float(each) for each in choices] or None})
+        raise UsageError(f"{key}: {CLIPS_NOTHING}")
+    numbers = searched.model_copy(update={"choices": [float(each) for each in searched.choices or []] or None})
     return _distribution(key, numbers, baseline)
 
 

@@ -11,6 +11,7 @@ import json
 import time
 import warnings
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import optuna
@@ -19,16 +20,20 @@ from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import BaseHeartbeat, BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import TrialState
 
+from batchtune.config.load import load_config
 from batchtune.config.schema import Config
-from batchtune.document import Prior, ProbeResult
+from batchtune.document import Document, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Json
 from batchtune.run_folder import cut_to_whole_lines
 from batchtune.tune.optuna_parts.storages import Journal, open_database
 from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.study.history import StudyHistory
+from batchtune.tune.verdict.recommend import recommend
 from batchtune.tune.verdict.scores import cost_of
 from batchtune.vocabulary import Goal
 
+Kept = TypeVar("Kept", bound=Document)
 _BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written
 READY_SECONDS = 10.0
@@ -177,6 +182,25 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
+
+
+def as_in_journal(result: Kept, folder: Path) -> Kept:
+    """A result that was saved while its study ran, with all runs that ended since by the journal in the run folder.
+
+    What is recommended is told by the same runs; nothing is written. Where the journal cannot be read, or batches count
+    tokens, which it does not say, the result stays as it was saved.
+    """
+    try:
+        config = load_config(folder, environment={})
+        study = optuna.load_study(study_name=config.name, storage=Journal(folder / "study.log"))
+        records = StudyHistory(study, cost_of(config.objective.kind)).records()
+    except Exception:  # noqa: BLE001 - of a killed process: whatever is wrong, what was saved is whole
+        return result
+    if config.batch_size.unit == "tokens":
+        return result
+    trials = [each for each in records if each.state not in {"running", "waiting"}]
+    found, baseline = recommend(trials, kind=config.objective.kind, goal=config.objective.goal)
+    return result.model_copy(update={"trials": trials, "recommendation": found, "baseline": baseline})
 
 
 def _damaged_line(journal: Path) -> int | None:

@@ -229,8 +229,8 @@ def _unconfirmed(
 ) -> Recommendation | None:
     """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that.
 
-    Its figures are those of its fresh seeds where it has run on any. Nothing whose figures are worse than those of what
-    runs today is said to be better than that, whatever all runs together tell of it.
+    Its figures are those of its fresh seeds where it has run on any. Nothing whose figures are worse, beyond noise,
+    than those of what runs today is said to be better than that, whatever all runs together tell of it.
     """
     ended = [trial for trial in trials if trial.role != "confirm" or trial.tells_of_fresh_seed]
     known = [trial for trial in ended if scoring.of(trial) is not None]
@@ -241,8 +241,8 @@ def _unconfirmed(
     told = {each: [run for run in group if run.role == "confirm"] or group for each, group in by_config.items()}
     shown = {each: [value for run in of if (value := scoring.of(run)) is not None] for each, of in told.items()}
     ranked = sorted(by_config, key=lambda each: statistics.median(map(scoring.worth, by_config[each])))
-    today = next((statistics.median(shown[config_of(run)]) for run in runs if run.role == "baseline"), math.inf)
-    chosen = next(each for each in ranked if statistics.median(shown[each]) <= today)
+    today = next((shown[config_of(run)] for run in runs if run.role == "baseline"), None)
+    chosen = next(each for each in ranked if today is None or _tied(shown[each], today))
     group, fresh = by_config[chosen], groups.get(chosen, ())
     best = "best of" if scoring.expected is None else "best by all of"
     count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"

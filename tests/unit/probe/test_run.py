@@ -253,18 +253,18 @@ class TestContexts:
     ("options", "words"),
     [
         ({"task": None}, "the task is a NoneType; it must be a path"),
-        ({"timeout": None}, "--timeout None: must be seconds"),
-        ({"timeout": 0}, "--timeout 0: must be seconds greater than 0"),
-        ({"timeout": float("nan")}, "--timeout nan: must be seconds"),
-        ({"min": 1.5}, "--min 1.5: must be an int, not a float"),
-        ({"max": "100"}, "--max 100: must be an int, not a str"),
-        ({"verify_steps": "20"}, "--verify-steps 20: must be an int"),
-        ({"nproc_per_node": None}, "--nproc-per-node None: must be an int"),
-        ({"device": 0}, "--device 0: must be a text, not an int"),
-        ({"precision": None}, "--precision None: must be a text, not a NoneType"),
-        ({"precision": ["bf16", 5]}, "--precision 5: must be a text, not an int"),
-        ({"precision": []}, r"--precision \(none\): name at least one"),
-        ({"no_oom": "x"}, "--no-oom x: must be True or False, not a str"),
+        ({"timeout": None}, "timeout=None: must be seconds"),
+        ({"timeout": 0}, "timeout=0: must be seconds greater than 0"),
+        ({"timeout": float("nan")}, "timeout=nan: must be seconds"),
+        ({"min": 1.5}, "min=1.5: must be an int, not a float"),
+        ({"max": "100"}, "max=100: must be an int, not a str"),
+        ({"verify_steps": "20"}, "verify_steps=20: must be an int"),
+        ({"nproc_per_node": None}, "nproc_per_node=None: must be an int"),
+        ({"device": 0}, "device=0: must be a text, not an int"),
+        ({"precision": None}, "precision=None: must be a text, not a NoneType"),
+        ({"precision": ["bf16", 5]}, "precision=5: must be a text, not an int"),
+        ({"precision": []}, r"precision=\(none\): name at least one"),
+        ({"no_oom": "x"}, "no_oom=x: must be True or False, not a str"),
         ({"run_folders": 3}, "run_folders 3: must be a text, not an int"),
     ],
 )
@@ -276,21 +276,36 @@ def test_options_of_the_library_that_make_no_sense_are_named(options, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (partial(batchtune.environment, None), "--device None: must be a text, not a NoneType"),
-        (partial(batchtune.estimate, __file__, gpus=[]), r"--gpu \(none\): name at least one"),
-        (partial(batchtune.estimate, __file__, gpus=None), "--gpu None: must be a text, not a NoneType"),
-        (partial(batchtune.estimate, __file__, gpus=["A100-80GB", 3]), "--gpu 3: must be a text, not an int"),
+        (partial(batchtune.environment, None), "device=None: must be a text, not a NoneType"),
+        (partial(batchtune.estimate, __file__, gpus=[]), r"gpus=\(none\): name at least one"),
+        (partial(batchtune.estimate, __file__, gpus=None), "gpus=None: must be a text, not a NoneType"),
+        (partial(batchtune.estimate, __file__, gpus=["A100-80GB", 3]), "gpus=3: must be a text, not an int"),
+        *(
+            (
+                partial(call, __file__, observer=observer),
+                rf"observer=.*: must be a batchtune\.observer\.Observer, not {kind}",
+            )
+            for call in (
+                batchtune.probe,
+                batchtune.estimate,
+                batchtune.tune,
+                batchtune.check,
+                batchtune.find_batch_size,
+            )
+            for observer, kind in ((3, "an int"), (object(), "an object"), (batchtune.observer.Observer, "a type"))
+        ),
+        (partial(batchtune.tune, __file__, fresh=3), "fresh=3: must be True or False, not an int"),
         (partial(batchtune.tune, __file__, overrides=[3]), "overrides 3: must be a text, not an int"),
-        (partial(batchtune.tune, __file__, warm_start=3), "--warm-start 3: must be a text, not an int"),
+        (partial(batchtune.tune, __file__, warm_start=3), "warm_start=3: must be a text, not an int"),
         (partial(batchtune.tune, __file__, run_folders=None), "run_folders None: must be a text, not a NoneType"),
         (partial(batchtune.check, "model.py"), r"the configuration is a str; it must be a batchtune\.config"),
         (
             partial(batchtune.probe, __file__, strategy="fsdp"),
-            "--strategy fsdp: there is nothing to share on one rank; add --nproc-per-node 2, or drop it",
+            "strategy=fsdp: there is nothing to share on one rank; add nproc_per_node=2, or drop it",
         ),
         (
             partial(batchtune.estimate, __file__, strategy="fsdp"),
-            "--strategy fsdp: there is nothing to share on one rank; add --world-size 2, or drop it",
+            "strategy=fsdp: there is nothing to share on one rank; add world_size=2, or drop it",
         ),
         (partial(batchtune.load_result, 3), "path 3: must be a text, not an int"),
     ],
@@ -333,8 +348,8 @@ def test_an_argument_that_no_function_has_is_told_with_the_function():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"nproc_per_node": 2}, "--nproc-per-node 2: not with --inference"),
-        ({"accumulation": 4}, "--accumulation 4: not with --inference"),
+        ({"nproc_per_node": 2}, "nproc_per_node=2: not with inference=True"),
+        ({"accumulation": 4}, "accumulation=4: not with inference=True"),
     ],
 )
 def test_inference_is_of_one_device_and_has_no_optimizer_step(options, words):

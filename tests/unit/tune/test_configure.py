@@ -34,6 +34,24 @@ def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():
         assert (found.objective.metric, found.objective.goal, found.objective.target) == ("top1", "maximize", 0.9)
 
 
+@pytest.mark.parametrize(
+    ("told", "as_typed"),
+    [
+        (
+            "objective.metric 'top1' is not among what evaluate() returns: acc; choose one: objective.metric=acc",
+            "--target top1 > 0.9: 'top1' is not among what evaluate() returns: acc; choose one: --target \"acc > 0.9\"",
+        ),
+        ("objective.metric 'top1': m.py has no evaluate()", "--target top1 > 0.9: m.py has no evaluate()"),
+        ("batch_size.max 3: too small", "batch_size.max 3: too small"),
+    ],
+)
+def test_what_is_said_of_a_metric_is_said_in_the_words_of_who_typed_its_target(told, as_typed):
+    assert configure("config.yaml", target=" top1 > 0.9").objective.as_typed(told) == as_typed
+    keys = ["objective.metric=top1", "objective.goal=maximize"]
+    assert configure("config.yaml", overrides=keys).objective.as_typed(told) == told
+    assert configure("config.yaml", target="f1>0.9", overrides=keys).objective.as_typed(told) == told
+
+
 def test_a_key_and_a_value_win_over_an_option():
     assert configure("model.py", batch_size=64, lr=1.0, overrides=["baseline.batch_size=16"]).baseline.batch_size == 16
 
@@ -61,6 +79,17 @@ def test_what_an_option_cannot_be_is_told_with_what_to_type(options, words):
     with pytest.raises(UsageError) as raised:
         configure("config.yaml", **options)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [("config.yaml", "../{}/config.yaml"), (".", "config.yaml"), ("model.py", "model.py"), ("config.yaml", "model.py")],
+)
+def test_what_a_study_is_read_from_is_not_written_over(given, file):
+    before = Path(file.format(Path.cwd().name)).read_text()
+    with pytest.raises(UsageError, match=r"^--save-config .*: is what this study is read from; name another file$"):
+        configure(given, batch_size=32, lr=1e-3, save_config=file.format(Path.cwd().name))
+    assert Path(file.format(Path.cwd().name)).read_text() == before
 
 
 def test_what_is_saved_goes_on_with_the_same_study():

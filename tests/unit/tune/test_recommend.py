@@ -102,6 +102,15 @@ def test_nothing_that_is_shown_slower_than_today_is_said_to_be_better_by_all_run
     assert told in found.reason
 
 
+@pytest.mark.parametrize(("seconds", "batch"), [(4.501, 64), (4.58, 64), (4.6, 32)])
+def test_what_is_level_with_today_is_not_said_to_be_worse(seconds, batch):
+    trials = [trial(0, "baseline", 32, 1e-3, 4.5), trial(1, "search", 64, 1e-2, seconds)]
+    believed = {config_of(each): {64: 1.0, 32: 1.5}[each.batch_size] for each in trials}
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=believed)
+    assert found.global_batch_size == batch
+    assert ("show worse than today's" in found.reason) is (batch == 32)
+
+
 def test_a_run_on_a_fresh_seed_that_was_cut_off_tells_nothing_of_a_best_value():
     cut = trial(3, "confirm", 256, 1e-2, None, state="fail", value=0.99).model_copy(update={"outcome": "capped"})
     trials = [trial(0, "baseline", 64, 1e-3, None, value=0.8), trial(1, "search", 256, 1e-2, None, value=0.9), cut]

@@ -154,8 +154,6 @@ def test_a_trial_gives_its_clipping_back():
     [
         ({"norm": {"min": 0.1, "max": 1.0}}, NO_CLIPPING, "norm: a range has no place for what you run today"),
         ({"norm": {"choices": [1, 2]}}, GradientClipping(value=0.5), "norm: the task clips by the other of norm and"),
-        ({"value": {"choices": [-1, 2]}}, NO_CLIPPING, r"value: choices are numbers from 0 \(none\) up"),
-        ({"norm": {"min": 0.0, "max": 1.0}}, GradientClipping(norm=0.5), "norm: min 0 clips everything away"),
     ],
 )
 def test_clipping_that_cannot_be_searched_is_refused(clipping, own, told):

@@ -5,14 +5,17 @@ import importlib.util
 import numpy as np
 import optuna
 import pytest
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
+from batchtune.config.schema import Config
 from batchtune.errors import UsageError
+from batchtune.result import Result
 from batchtune.tune.optuna_parts import storages
 from batchtune.tune.optuna_parts.storages import Journal, SharedStorage
 from batchtune.tune.study import storage as storage_module
-from batchtune.tune.study.storage import open_storage
+from batchtune.tune.study.storage import as_in_journal, open_storage
 
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
@@ -115,3 +118,24 @@ def test_evaluations_of_others_are_not_read_again_and_again(tmp_path, monkeypatc
     there.tell(trial, 2.0)
     (seen,) = here.get_trials()
     assert (len(seen.intermediate_values), seen.value) == (5, 2.0)
+
+
+def test_what_a_killed_study_has_finished_since_it_last_saved_is_in_its_report(tmp_path):
+    config = Config(task="model.py", name="killed", objective={"target": 0.3})
+    saved = Result(kind="tune", status="interrupted", name="killed", task={"path": "model.py"}, trials=[])
+    assert as_in_journal(saved, tmp_path) is saved  # there is neither
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    study = storage_module.open_study(Journal(tmp_path / "study.log"), config)
+    for role, seconds in (("baseline", 9.0), ("search", 5.0)):
+        trial = study.ask({"batch_size": IntDistribution(1, 99), "learning_rate": FloatDistribution(1e-3, 1e-1)})
+        study._storage.set_trial_user_attr(trial._trial_id, "role", role)
+        study._storage.set_trial_user_attr(trial._trial_id, "time_to_target_seconds", seconds)
+        study.tell(trial, seconds)
+    study.ask(trial.distributions)  # under way when it was killed
+    with (tmp_path / "study.log").open("a") as journal:
+        journal.write('{"op_code": 5, "wor')
+    before = (tmp_path / "study.log").read_bytes()
+    told = as_in_journal(saved, tmp_path)
+    assert [each.time_to_target_seconds for each in told.trials] == [9.0, 5.0]
+    assert told.recommendation.time_to_target_seconds.median == 5.0
+    assert (tmp_path / "study.log").read_bytes() == before
