@@ -44,6 +44,8 @@ def cuda_kernels() -> Iterator[None]:
         library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
         for name, device in itertools.product(("ctc_loss.Tensor", "ctc_loss.IntList"), ("AutogradCUDA", "AutogradCPU")):
             library.impl(name, _ctc_loss, device)
+        for name, device in itertools.product(_COMPARISONS, ("AutogradCUDA", "AutogradCPU")):
+            library.impl(name, _COMPARISONS[name], device)
         library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
         for name, key, replacement in recurrent.operators():
@@ -111,6 +113,21 @@ def _ctc_loss(
     if reduction == _MEAN:
         return (losses / losses.new_empty(samples).clamp_min(1)).mean()
     return losses.sum() if reduction else losses
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """`cuda_equal` in Equal.cpp, whose answer follows from the shapes, or from both being one; else a value is read."""
+    if left.shape != right.shape:
+        return False
+    return left is right or not left.numel() or bool((left == right).all())
+
+
+def _allclose(left: Tensor, right: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """`allclose` in TensorCompare.cpp."""
+    return bool(torch.isclose(left, right, rtol, atol, equal_nan).all())
+
+
+_COMPARISONS = {"equal": _equal, "allclose": _allclose}
 
 
 def _not_to_be_run(*_: object) -> NoReturn:

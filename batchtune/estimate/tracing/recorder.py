@@ -69,14 +69,21 @@ class _Modules:
 
 
 class Recorder(TorchDispatchMode):
-    """Records storages on one type of device; to be entered inside a `FakeTensorMode`."""
+    """Records storages on one type of device; to be entered inside a `FakeTensorMode`.
+
+    Attributes:
+        trace: what is recorded.
+        device_type: cuda, or cpu.
+        moment: of the step; see `Birth`.
+        values: those that are known.
+    """
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.device_type = trace, device_type
         self.moment = "build"
         self._live: dict[int, tuple[int, weakref.finalize[[int, int], torch.UntypedStorage]]] = {}
-        self._values = Values(trace.notes, device_type)
+        self.values = Values(trace.notes, device_type)
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
         self._calls: tuple[object, object] = (None, None)  # where in Python the last two operators were called
@@ -119,20 +126,20 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
-            return self._values.read(args[0])
+            return self.values.read(args[0])
         call = _Call(func, args, torch._C._current_graph_task_id() != -1)  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
         inputs = (each for each in tree_leaves(args) if isinstance(each, Tensor))
         on_cuda = self.device_type == "cuda" and any(each.device.type == "cuda" for each in inputs)
         steps = inside(func, args) if on_cuda else (RESULTS,)
-        out = self._values.run(func, args, kwargs)
+        out = self.values.run(func, args, kwargs)
         outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         places = out if isinstance(out, list | tuple) else (out,)
         for each in outputs if func.is_view else ():
             self._views[each] = True
         self._play(steps, outputs, places, call)
-        self._values.keep(outputs, func, args, kwargs)
+        self.values.keep(outputs, func, args, kwargs)
         if any(each.device.type == self.device_type for each in outputs):
             self.trace.ops |= {str(func), *(str(each.layout) for each in outputs if each.layout is not torch.strided)}
             _count(self.trace.work, func, args, kwargs, out, outputs)

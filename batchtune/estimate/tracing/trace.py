@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,11 @@ def trace_step(
 
 def _record(trace: Trace, recorder: Recorder, task: Task, batch: object, precision: str, micro_batches: int) -> None:
     device = torch.device("cuda", 0) if recorder.device_type == "cuda" else torch.device(recorder.device_type)
-    with recorder:
+
+    def array(tensor: Tensor, **force: bool) -> object:  # a method of tensors, not of the values
+        return recorder.values.array(tensor, **force)
+
+    with recorder, mock.patch.object(Tensor, "numpy", array):
         recorder.holds(batch)
         trainer = (Inference if task.is_for_inference else Trainer)(task, device, precision)
         roles = _Roles(recorder)

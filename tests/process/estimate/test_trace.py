@@ -249,9 +249,62 @@ def test_sparse_gradients_lower_the_confidence(ask, layer, optimizer):
     assert ask(source.replace("sparse=True", "").replace("SparseAdam", "Adam"))["gpus"][0]["confidence"][:4] == "high"
 
 
+@pytest.mark.parametrize(
+    ("question", "level"),
+    [
+        ("torch.equal(batch, batch)", "high"),
+        ("not torch.equal(batch, batch[:1])", "high"),
+        ("torch.equal(torch.arange(3), torch.arange(3))", "high"),
+        ("torch.allclose(torch.ones(3, device=batch.device), torch.ones(3, device=batch.device) + 1e-9)", "high"),
+        ("not torch.equal(batch, batch + 1)", "low"),
+        ("not torch.allclose(batch, batch + 1)", "low"),
+    ],
+)
+def test_whether_tensors_are_equal_follows_from_shapes_and_known_values_or_is_assumed(ask, question, level):
+    row = ask(MLP.replace("return model(batch)", f"assert {question}; return model(batch)"))["gpus"][0]
+    assert row["confidence"].startswith(level)
+    assert any("task.py:11: branches on a tensor's value" in note for note in row["notes"]) is (level == "low")
+
+
+def test_values_that_numpy_reads_are_zeros_of_their_shape_with_the_line(ask):
+    code = """
+        costs = model(batch).detach().cpu()
+        import numpy
+        assert numpy.asarray(costs[:, :4]).shape == (len(batch), 4)
+        rows = torch.as_tensor(costs.numpy().argmin(1))
+        return model(batch)[:, rows]"""
+    row = ask(MLP.replace("return model(batch)", code))["gpus"][0]
+    assert row["confidence"].startswith("low")
+    assert any("task.py:14: NumPy reads a tensor's values" in note for note in row["notes"])
+    known = "assert torch.arange(3).numpy().tolist() == [0, 1, 2]; return model(batch)"
+    assert ask(MLP.replace("return model(batch)", known))["gpus"][0]["confidence"].startswith("high")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("model(batch).numpy()", "Tensor that requires grad"),
+        ("batch.numpy()", "can't convert cuda:0 device type tensor to numpy"),
+    ],
+)
+def test_what_numpy_cannot_have_on_a_gpu_is_the_users_error(ask, code, said):
+    answer = ask(MLP.replace("return model(batch)", f"{code}; return model(batch)"))
+    assert said in answer["refused"]
+    assert "without data" not in answer["refused"]
+
+
 def test_what_needs_data_is_refused_with_its_line(ask):
-    source = MLP.replace("return model(batch)", "model(batch).detach().cpu().numpy(); return model(batch)")
+    source = MLP.replace("return model(batch)", "torch.bincount(model(batch).long().flatten()); return model(batch)")
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
+
+
+def test_indices_that_an_operator_only_reads_stay_known(ask):
+    code = """
+        rows = torch.arange(len(batch), device=batch.device)
+        summed = torch.zeros_like(batch).index_add_(0, rows, model(batch))
+        assert rows.max() == len(batch) - 1
+        return summed"""
+    assert ask(MLP.replace("return model(batch)", code))["gpus"][0]["confidence"].startswith("high")
 
 
 def test_a_copy_of_a_module_that_has_buffers_is_traced(ask):
