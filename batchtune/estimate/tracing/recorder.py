@@ -95,8 +95,8 @@ class Recorder(TorchDispatchMode):
         return False
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage in the trace; None for one that is not there."""
-        storage = _storage_of(tensor)
+        """The number of a tensor's storage in the trace, of a sparse one's values; None for one that is not there."""
+        storage = _storage_of(_parts_of(tensor)[-1])
         found = None if storage is None else self._live.get(storage._cdata)  # noqa: SLF001
         return None if found is None else found[0]
 
@@ -138,10 +138,14 @@ class Recorder(TorchDispatchMode):
         places = out if isinstance(out, list | tuple) else (out,)
         for each in outputs if func.is_view else ():
             self._views[each] = True
-        self._play(steps, outputs, places, call)
+        parts = [part for each in outputs for part in _parts_of(each)]
+        self._play(steps, parts, places, call)
         self.values.keep(outputs, func, args, kwargs)
         if any(each.device.type == self.device_type for each in outputs):
-            self.trace.ops |= {str(func), *(str(each.layout) for each in outputs if each.layout is not torch.strided)}
+            self.trace.ops |= {
+                str(func),
+                *(f"{each.layout} {func}" for each in outputs if each.layout is not torch.strided),
+            }
             _count(self.trace.work, func, args, kwargs, out, outputs)
         if on_cuda:
             self._take_workspaces(call)
@@ -222,6 +226,11 @@ class Recorder(TorchDispatchMode):
     def _died(self, key: int, number: int) -> None:
         self._live.pop(key, None)
         self.trace.events.append(-(number + 1))
+
+
+def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's memory: of a sparse one its indices and its values."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)  # noqa: SLF001
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -76,6 +76,11 @@ class Values:
         if func is aten._ctc_loss.default:  # noqa: SLF001 - whose lengths are numbers, not tensors
             log_probs, (frames, samples, _) = args[0], args[0].shape
             return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(args[3]) + 1)
+        if func is aten.add_.Tensor and _layouts(args) == [torch.strided, torch.sparse_coo]:
+            return args[0]  # add_out_dense_sparse_cuda in SparseCUDATensorMath.cu takes nothing
+        if func is aten._coalesce.default:  # noqa: SLF001
+            text = "sparse gradients: no row is taken to be twice in a batch, an upper bound; more may fit"
+            self._note(text, depends_on_data=True)
         if func is aten._pack_padded_sequence.default:  # noqa: SLF001
             return self._packed(*args)
         if func not in _ASSUMED_FULL:
@@ -198,6 +203,10 @@ class Values:
         text = f"{func} selects as many elements as the data has it; all are assumed: an upper bound, more may fit"
         self._note(f"{place or 'backward'}: {text}", depends_on_data=True)
         return out
+
+
+def _layouts(args: Arguments) -> list[torch.layout]:
+    return [each.layout for each in args if isinstance(each, Tensor)]
 
 
 def _leaves_as_it_was(func: OpOverload) -> bool:
