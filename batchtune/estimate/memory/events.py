@@ -95,7 +95,7 @@ class Birth:
     Attributes:
         size_bytes: as asked for, before the allocator rounds it.
         op: the operator whose result it is.
-        module: path of the module whose forward was running; empty outside of one.
+        module: path of the module whose forward was running, and its class if it ends in a number; else empty.
         line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
         category: one of CATEGORIES.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -137,7 +138,7 @@ def detail(step: Step, batch_size: int, precision: str) -> MemoryDetail:
 
 
 def _without_numbers(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return re.sub(r"(^|(?<=\.))\d+(?=[. ])", "*", path)
 
 
 def _curve(trace: Trace, live: Sequence[int]) -> list[Moment]:

@@ -47,8 +47,11 @@ class _Modules:
 
     @contextlib.contextmanager
     def followed(self, model: nn.Module) -> Iterator[None]:
-        """Follows the modules of a model, which are called by their paths in it."""
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        """Follows the modules of a model, which are called by their paths in it; a number's class is told, too."""
+        self._paths = {
+            id(module): f"{path} ({type(module).__name__})" if path.rpartition(".")[2].isdigit() else path
+            for path, module in model.named_modules()
+        }
         hooks = nn.modules.module
         entering = hooks.register_module_forward_pre_hook(lambda module, _: self._inside.append(module))
         leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
