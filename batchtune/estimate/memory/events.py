@@ -144,6 +144,7 @@ class Trace:
         ops: names of all operators that ran.
         work: what the last optimizer step computes and moves.
         units: bytes of each parameter by unit of sharding; see `distributed`.
+        uncut: (length, length of a piece) where a tensor was split that is shorter than a piece.
     """
 
     batch_size: int
@@ -153,6 +154,7 @@ class Trace:
     ops: set[str] = field(default_factory=set)
     work: Work = field(default_factory=Work)
     units: list[list[int]] = field(default_factory=list)
+    uncut: set[tuple[int, int]] = field(default_factory=set)
 
 
 def first_birth(trace: Trace, moment: str) -> int:

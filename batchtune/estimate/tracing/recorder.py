@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
             return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self.values.read(args[0])
+        if func is aten.split.Tensor and args[1] > (length := args[0].shape[(*args, 0)[2]]):
+            self.trace.uncut.add((length, args[1]))
         call = _Call(func, args, torch._C._current_graph_task_id() != -1)  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls

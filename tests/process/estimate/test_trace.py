@@ -746,6 +746,18 @@ def test_a_step_that_changes_with_the_batch_falls_back_to_direct_traces(ask):
     assert any("scaled" in note for note in row["notes"])
 
 
+def test_pieces_that_are_larger_than_the_traced_batches_have_the_lowest_confidence(ask):
+    code = "return torch.stack([model(piece).square().mean() for piece in batch.split(PIECE)]).sum()"
+    source = MLP.replace("return model(batch).square().mean()", code)
+    row = ask(source.replace("PIECE", "32"), memory_limit=44 << 20)["gpus"][0]
+    assert row["confidence"].startswith("low")
+    assert any("pieces of 32, larger than small batches" in note for note in row["notes"])
+    whole = ask(MLP, memory_limit=128 << 20)["gpus"][0]
+    assert (
+        ask(MLP.replace("model(batch)", "model(batch.split(2000, 1)[0])"), memory_limit=128 << 20)["gpus"][0] == whole
+    )
+
+
 def test_tied_weights_stay_tied_and_copies_count(ask):
     tied = MLP.replace("return nn.Sequential(", "model = nn.Sequential(").replace(
         "1024, bias=False))\n", "1024, bias=False))\n        model[2].weight = model[0].weight\n        return model\n"
