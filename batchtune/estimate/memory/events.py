@@ -95,7 +95,7 @@ class Birth:
     Attributes:
         size_bytes: as asked for, before the allocator rounds it.
         op: the operator whose result it is.
-        module: path of the module whose forward was running; empty outside of one.
+        module: path of the module whose forward was running, and its class if it ends in a number; else empty.
         line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
         category: one of CATEGORIES.
@@ -144,6 +144,7 @@ class Trace:
         ops: names of all operators that ran.
         work: what the last optimizer step computes and moves.
         units: bytes of each parameter by unit of sharding; see `distributed`.
+        uncut: (length, length of a piece) where a tensor was split that is shorter than a piece.
     """
 
     batch_size: int
@@ -153,6 +154,7 @@ class Trace:
     ops: set[str] = field(default_factory=set)
     work: Work = field(default_factory=Work)
     units: list[list[int]] = field(default_factory=list)
+    uncut: set[tuple[int, int]] = field(default_factory=set)
 
 
 def first_birth(trace: Trace, moment: str) -> int:

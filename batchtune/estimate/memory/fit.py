@@ -80,9 +80,10 @@ class FittedStep:
 
 @dataclass(frozen=True)
 class Misaligned:
-    """Why traces could not be fitted."""
+    """Why traces could not be fitted; and whether their sizes say little of those of larger batches."""
 
     reason: str
+    is_far_off: bool = False
 
 
 def fit(trace_at: Callable[[int], Trace]) -> FittedStep | Misaligned:
@@ -127,6 +128,11 @@ def same_events(traces: Sequence[Trace]) -> Misaligned | None:
     """Why not the same storages are born and die in all traces, in one order; None where they are."""
     first = traces[0]
     for other in traces[1:]:
+        if first.uncut != other.uncut:  # in larger batches there are more pieces
+            piece = max(piece for _, piece in first.uncut | other.uncut)
+            return Misaligned(
+                f"the step works in pieces of {piece}, larger than small batches; more may fit", is_far_off=True
+            )
         for mine, theirs in zip(first.births, other.births, strict=False):
             if mine.op != theirs.op:
                 sizes = f"{first.batch_size} and {other.batch_size}"

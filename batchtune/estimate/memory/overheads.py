@@ -22,6 +22,14 @@ _NOT_SEEN = (
     ("medium", "", ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique")),
     ("low", "", ("aten._cdist_", "aten.cdist.")),
 )
+# Of sparse gradients, as the fake card saw them: `inside` in scratch.py has what they take.
+_SEEN = (
+    "aten._sparse_coo_tensor_with_dims_and_tensors.default",
+    "aten._embedding_bag_backward.default",
+    "aten._coalesce.default",
+    "aten.sparse_mask.default",
+    "aten.clone.default",
+)
 _TORCHS_OWN = ("torch.sparse_", "aten.", "prims.", "prim.", "c10d.", "_c10d_functional.", "higher_order.")
 
 
@@ -200,7 +208,7 @@ def confidence(
             )
         )
     for level, library, operators in _NOT_SEEN:
-        kernels = [name for name in sorted(names) if name.startswith(operators)]
+        kernels = [name for name in sorted(names) if name.startswith(operators) and not name.endswith(_SEEN)]
         unseen = [library] if library and kernels else kernels
         found += [(level, f"{each}: the memory inside of it is not seen") for each in unseen]
     if custom:

@@ -78,6 +78,28 @@ def _embedding_backward(args: Arguments) -> Steps:
     return ((*before, RESULTS, ids, one, unique, segments, segments, scan, one, *partial),)
 
 
+def _coalesced(args: Arguments) -> Steps:
+    """_coalesce_sparse_cuda in SparseCUDATensor.cu: indices sorted with their places, and the first of those alike."""
+    tensor: Tensor = args[0]
+    count = tensor._nnz()  # noqa: SLF001
+    ids = bytes_of(count * LONG)
+    sort = Block(lambda _, items: _radix_sort(items, LONG, 8 * LONG), (count,))
+    return ((ids, ids, (sort,), (Block(lambda _, items: _unique_by_key(items), (count,)),), RESULTS),)
+
+
+def _sparse_mask(args: Arguments) -> Steps:
+    """sparse_mask in SparseTensorMath.cpp, a product with ones at the mask's places: it picks values first."""
+    values: Tensor = args[1]._values()  # noqa: SLF001
+    return ((copy_of(values), RESULTS),)
+
+
+def _embedding_bag_backward(args: Arguments) -> Steps:
+    """_embedding_bag_sparse_backward in EmbeddingBag.cpp: a mean's gradient is divided by its bag's size, as floats."""
+    gradient, sparse = args[0], args[9]
+    sizes = bytes_of(len(gradient) * FLOAT)
+    return (RESULTS, (sizes, sizes, copy_of(gradient))) if sparse else (RESULTS,)
+
+
 def _sorted_indices(args: Arguments) -> Steps:
     """index_put_with_sort_kernel in Indexing.cu: linear indices and their places, sorted by the bits that are needed.
 
@@ -167,11 +189,14 @@ _INSIDE: dict[OpOverload, Callable[[Arguments], Steps]] = {
     **RECURRENT,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,  # noqa: SLF001
     aten.index_put.default: _sorted_indices,
     aten.index_put_.default: _sorted_indices,
     aten._index_put_impl_.default: _sorted_indices,
     aten.cumsum.default: _cumulative,
     aten.roll.default: _rolled,
+    aten._coalesce.default: _coalesced,  # noqa: SLF001
+    aten.sparse_mask.default: _sparse_mask,
     # ctc_loss_gpu_template in LossCTC.cu: places and lengths of each sample's targets, then alphas, then losses
     aten._ctc_loss.default: lambda args: ((*_ctc_lengths(args[0]), 1, 0),),  # noqa: SLF001
     aten._ctc_loss_backward.default: _ctc_backward,  # noqa: SLF001

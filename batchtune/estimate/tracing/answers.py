@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -137,7 +138,7 @@ def detail(step: Step, batch_size: int, precision: str) -> MemoryDetail:
 
 
 def _without_numbers(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return re.sub(r"(^|(?<=\.))\d+(?=[. ])", "*", path)
 
 
 def _curve(trace: Trace, live: Sequence[int]) -> list[Moment]:
@@ -179,13 +180,14 @@ def mixture_of(
         return found
 
     fitted, steps, grids = fit_lengths(trace, lengths), dict[Length | None, Step](), list[TracedGrid]()
-    reasons = [each.reason for each in fitted.values() if isinstance(each, Misaligned)]
+    reasons = [each for each in fitted.values() if isinstance(each, Misaligned)]
     for length, found in fitted.items():
         if isinstance(found, Misaligned):
             seconds = (deadline - time.monotonic()) / len(reasons)
             grids.append(TracedGrid(partial(_at, trace_at, length), seconds))
         steps[length] = TracedStep(grids[-1]) if isinstance(found, Misaligned) else found
-    return Mixture(steps), [Assumption(f"{each}; sizes between traced ones are scaled") for each in reasons[:1]], grids
+    scaled = "sizes between traced ones are scaled"
+    return Mixture(steps), [Assumption(f"{each.reason}; {scaled}", each.is_far_off) for each in reasons[:1]], grids
 
 
 def ascending(seen: LengthsSeen | None) -> Sequence[Length | None]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,8 @@ _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
 _VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
 _HOOK_METHODS = 80  # more than at::CUDAHooksInterface has
 _HOOK_OFFSET = 2  # a vtable's two words before its first method: offset to top, type information
+_AMPERE = SimpleNamespace(major=8, minor=0)  # compute capability, from which on GPUs have bf16 and TF32
+_version = torch.version
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterface's vtable
 
 
@@ -230,17 +233,34 @@ def _run_fallback_kernel(
     return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
-def bf16_supported() -> AbstractContextManager[object]:
-    """Answers Transformers as with a GPU whether that has bf16; to anybody else there is one where there is."""
-    really = torch.cuda.is_available
+class _Version:
+    """`torch.version`, for Transformers that of a build for CUDA."""
 
-    def is_available() -> bool:
-        return sys._getframe(1).f_code.co_name == "is_torch_bf16_gpu_available" or really()  # noqa: SLF001
+    def __getattr__(self, name: str) -> Any:
+        return "13.0" if name == "cuda" and _transformers_asks() else getattr(_version, name)
 
-    patched: AbstractContextManager[object] = mock.patch.multiple(
-        torch.cuda, is_available=is_available, is_bf16_supported=lambda *_, **__: True
+
+def _transformers_asks() -> bool:
+    """Whether the caller's caller is a function of Transformers that looks for a precision."""
+    asking = ("is_torch_bf16_gpu_available", "is_torch_tf32_available")
+    return sys._getframe(2).f_code.co_name in asking  # noqa: SLF001
+
+
+def precisions_supported() -> contextlib.ExitStack:
+    """Answers Transformers as with a GPU that has bf16 and TF32; to anybody else there is one where there is."""
+    cuda, stack = torch.cuda, contextlib.ExitStack()
+    really, properties, current = cuda.is_available, cuda.get_device_properties, cuda.current_device
+    stack.enter_context(
+        mock.patch.multiple(
+            cuda,
+            is_available=lambda: _transformers_asks() or really(),
+            is_bf16_supported=lambda *_, **__: True,
+            current_device=lambda: 0 if _transformers_asks() else current(),
+            get_device_properties=lambda *given: _AMPERE if _transformers_asks() else properties(*given),
+        )
     )
-    return patched
+    stack.enter_context(mock.patch.object(torch, "version", _Version()))
+    return stack
 
 
 def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -44,7 +45,11 @@ def cuda_kernels() -> Iterator[None]:
         library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
         for name, device in itertools.product(("ctc_loss.Tensor", "ctc_loss.IntList"), ("AutogradCUDA", "AutogradCPU")):
             library.impl(name, _ctc_loss, device)
+        for name, device in itertools.product(_COMPARISONS, ("AutogradCUDA", "AutogradCPU")):
+            library.impl(name, _COMPARISONS[name], device)
         library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
+        for name, shapes in _SPARSE.items():
+            library.impl(name, shapes, "SparseMeta", allow_override=True)
         library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
         for name, key, replacement in recurrent.operators():
             library.impl(name, replacement, key, allow_override=True)
@@ -111,6 +116,55 @@ def _ctc_loss(
     if reduction == _MEAN:
         return (losses / losses.new_empty(samples).clamp_min(1)).mean()
     return losses.sum() if reduction else losses
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """`cuda_equal` in Equal.cpp, whose answer follows from the shapes, or from both being one; else a value is read."""
+    if left.shape != right.shape:
+        return False
+    return left is right or not left.numel() or bool((left == right).all())
+
+
+def _allclose(left: Tensor, right: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """`allclose` in TensorCompare.cpp."""
+    return bool(torch.isclose(left, right, rtol, atol, equal_nan).all())
+
+
+_COMPARISONS = {"equal": _equal, "allclose": _allclose}
+
+
+def _sparse(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool) -> Tensor:
+    sides = indices.shape[0], values.dim() - 1
+    make = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors  # noqa: SLF001
+    out: Tensor = make(
+        *sides, like.shape, indices, values, dtype=values.dtype, layout=torch.sparse_coo, device=values.device
+    )
+    return out._coalesced_(coalesced)
+
+
+def _sparse_clone(tensor: Tensor, *, memory_format: object = None) -> Tensor:  # noqa: ARG001
+    """A copy; in backward it is the gradient itself, which AccumulateGrad in accumulate_grad.h takes as it is."""
+    indices, values = tensor._indices(), tensor._values()  # noqa: SLF001
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+        indices, values = indices.clone(), values.clone()
+    return _sparse(indices, values, tensor, coalesced=tensor.is_coalesced())
+
+
+def _coalesced(tensor: Tensor) -> Tensor:
+    """`_coalesce_sparse_cuda` in SparseCUDATensor.cpp where no index is there twice, as far as there are so many."""
+    indices, values = tensor._indices(), tensor._values()  # noqa: SLF001
+    rows = min(values.shape[0], math.prod(tensor.shape[: tensor.sparse_dim()]))
+    new = values.new_empty(rows, *values.shape[1:])
+    return _sparse(indices.new_empty(indices.shape[0], rows), new, tensor, coalesced=True)
+
+
+def _sparse_mask(tensor: Tensor, mask: Tensor) -> Tensor:
+    """The values of a dense tensor where a sparse one has some."""
+    values = tensor.new_empty(mask._values().shape)  # noqa: SLF001
+    return _sparse(mask._indices().clone(), values, mask, coalesced=mask.is_coalesced())  # noqa: SLF001
+
+
+_SPARSE = {"clone": _sparse_clone, "_coalesce": _coalesced, "sparse_mask": _sparse_mask}
 
 
 def _not_to_be_run(*_: object) -> NoReturn:

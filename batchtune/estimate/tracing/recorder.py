@@ -47,8 +47,11 @@ class _Modules:
 
     @contextlib.contextmanager
     def followed(self, model: nn.Module) -> Iterator[None]:
-        """Follows the modules of a model, which are called by their paths in it."""
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        """Follows the modules of a model, which are called by their paths in it; a number's class is told, too."""
+        self._paths = {
+            id(module): f"{path} ({type(module).__name__})" if path.rpartition(".")[2].isdigit() else path
+            for path, module in model.named_modules()
+        }
         hooks = nn.modules.module
         entering = hooks.register_module_forward_pre_hook(lambda module, _: self._inside.append(module))
         leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
@@ -69,14 +72,21 @@ class _Modules:
 
 
 class Recorder(TorchDispatchMode):
-    """Records storages on one type of device; to be entered inside a `FakeTensorMode`."""
+    """Records storages on one type of device; to be entered inside a `FakeTensorMode`.
+
+    Attributes:
+        trace: what is recorded.
+        device_type: cuda, or cpu.
+        moment: of the step; see `Birth`.
+        values: those that are known.
+    """
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.device_type = trace, device_type
         self.moment = "build"
         self._live: dict[int, tuple[int, weakref.finalize[[int, int], torch.UntypedStorage]]] = {}
-        self._values = Values(trace.notes, device_type)
+        self.values = Values(trace.notes, device_type)
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
         self._calls: tuple[object, object] = (None, None)  # where in Python the last two operators were called
@@ -88,8 +98,8 @@ class Recorder(TorchDispatchMode):
         return False
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage in the trace; None for one that is not there."""
-        storage = _storage_of(tensor)
+        """The number of a tensor's storage in the trace, of a sparse one's values; None for one that is not there."""
+        storage = _storage_of(_parts_of(tensor)[-1])
         found = None if storage is None else self._live.get(storage._cdata)  # noqa: SLF001
         return None if found is None else found[0]
 
@@ -119,22 +129,28 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
-            return self._values.read(args[0])
+            return self.values.read(args[0])
+        if func is aten.split.Tensor and args[1] > (length := args[0].shape[(*args, 0)[2]]):
+            self.trace.uncut.add((length, args[1]))
         call = _Call(func, args, torch._C._current_graph_task_id() != -1)  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
         inputs = (each for each in tree_leaves(args) if isinstance(each, Tensor))
         on_cuda = self.device_type == "cuda" and any(each.device.type == "cuda" for each in inputs)
         steps = inside(func, args) if on_cuda else (RESULTS,)
-        out = self._values.run(func, args, kwargs)
+        out = self.values.run(func, args, kwargs)
         outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         places = out if isinstance(out, list | tuple) else (out,)
         for each in outputs if func.is_view else ():
             self._views[each] = True
-        self._play(steps, outputs, places, call)
-        self._values.keep(outputs, func, args, kwargs)
+        parts = [part for each in outputs for part in _parts_of(each)]
+        self._play(steps, parts, places, call)
+        self.values.keep(outputs, func, args, kwargs)
         if any(each.device.type == self.device_type for each in outputs):
-            self.trace.ops |= {str(func), *(str(each.layout) for each in outputs if each.layout is not torch.strided)}
+            self.trace.ops |= {
+                str(func),
+                *(f"{each.layout} {func}" for each in outputs if each.layout is not torch.strided),
+            }
             _count(self.trace.work, func, args, kwargs, out, outputs)
         if on_cuda:
             self._take_workspaces(call)
@@ -215,6 +231,11 @@ class Recorder(TorchDispatchMode):
     def _died(self, key: int, number: int) -> None:
         self._live.pop(key, None)
         self.trace.events.append(-(number + 1))
+
+
+def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's memory: of a sparse one its indices and its values."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)  # noqa: SLF001
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from batchtune.child.ranks.parallel import repeated_blocks
 from batchtune.child.trainer import Trainer
 from batchtune.estimate.commands import Tracing
 from batchtune.estimate.memory.events import Assumption, Trace, Work, distributed, normalized
-from batchtune.estimate.tracing.fake_cuda import bf16_supported, compilation_ignored, fake_cuda
+from batchtune.estimate.tracing.fake_cuda import compilation_ignored, fake_cuda, precisions_supported
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.without_data import CannotTraceError, naming_the_line
 from batchtune.task.contract import Task
@@ -63,7 +64,7 @@ class Tracer:
         if asked.world_size > 1:
             text = f"{asked.strategy} on {asked.world_size} GPUs: by formulas; NCCL's own buffers are not in them"
             self.notes.append(Assumption(text))
-        with compilation_ignored(self.notes), bf16_supported():
+        with compilation_ignored(self.notes), precisions_supported():
             self._task = load_task(asked.task)
         if asked.checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)
@@ -155,7 +156,11 @@ def trace_step(
 
 def _record(trace: Trace, recorder: Recorder, task: Task, batch: object, precision: str, micro_batches: int) -> None:
     device = torch.device("cuda", 0) if recorder.device_type == "cuda" else torch.device(recorder.device_type)
-    with recorder:
+
+    def array(tensor: Tensor, **force: bool) -> object:  # a method of tensors, not of the values
+        return recorder.values.array(tensor, **force)
+
+    with recorder, mock.patch.object(Tensor, "numpy", array):
         recorder.holds(batch)
         trainer = (Inference if task.is_for_inference else Trainer)(task, device, precision)
         roles = _Roles(recorder)

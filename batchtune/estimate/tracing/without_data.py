@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
@@ -49,10 +50,11 @@ _KINDS = (
 )
 _DEVICES = re.compile(r"same device, but found at least two devices|found two different devices")
 _WITHOUT_DATA = re.compile(
-    r"[Ff]ake ?[Tt]ensor|[Mm]eta [Tt]ensor|data pointer|numpy\(\)|have storage|HigherOrderOperator|without data"
+    r"[Ff]ake ?[Tt]ensor|[Mm]eta [Tt]ensor|data pointer|have storage|HigherOrderOperator|without data"
 )
 _LAZY = "the parameters of lazy modules, such as nn.LazyLinear, are made from data"
 _IN_TORCH = (RuntimeError, ValueError, IndexError, TypeError)  # which its checks of shapes and types raise
+_numpy = Tensor.numpy
 _PRINTED = re.compile(r"FakeTensor\(\.\.\., (?:device='cuda:0', )?")
 
 
@@ -74,6 +76,11 @@ class Values:
         if func is aten._ctc_loss.default:  # noqa: SLF001 - whose lengths are numbers, not tensors
             log_probs, (frames, samples, _) = args[0], args[0].shape
             return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(args[3]) + 1)
+        if func is aten.add_.Tensor and _layouts(args) == [torch.strided, torch.sparse_coo]:
+            return args[0]  # add_out_dense_sparse_cuda in SparseCUDATensorMath.cu takes nothing
+        if func is aten._coalesce.default:  # noqa: SLF001
+            text = "sparse gradients: no row is taken to be twice in a batch, an upper bound; more may fit"
+            self._note(text, depends_on_data=True)
         if func is aten._pack_padded_sequence.default:  # noqa: SLF001
             return self._packed(*args)
         if func not in _ASSUMED_FULL:
@@ -134,6 +141,27 @@ class Values:
             self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
         return 0.0 if tensor.dtype.is_floating_point else 0
 
+    def array(self, tensor: Tensor, *, force: bool = False) -> NDArray[Any]:
+        """What `.numpy()` returns, also to NumPy's and SciPy's functions: zeros where values are not known.
+
+        Raises:
+            RuntimeError: as torch does, of a tensor that requires gradients.
+            TypeError: of one that is not on the CPU.
+        """
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        if tensor.device.type != "cpu" and not force:
+            raise TypeError(f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        tensor = tensor.detach().cpu()
+        known = None if isinstance(tensor, FakeTensor) else tensor
+        known = self._values.get(tensor, known)
+        if known is None:
+            place = place_outside_torch(sys._getframe())  # noqa: SLF001
+            text = "NumPy reads a tensor's values, which are not known without data; the estimate assumes 0"
+            self._note(f"{place}: {text}" if place else text, depends_on_data=True)
+        with unset_fake_temporarily(), _disable_current_modes():
+            return _numpy(torch.zeros(tensor.shape, dtype=tensor.dtype) if known is None else known)
+
     def keep(self, outputs: list[Tensor], func: OpOverload, args: Arguments, kwargs: Mapping[str, object]) -> None:
         """Calculates on the CPU what comes of small tensors whose values are known, or of none, such as positions."""
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -141,7 +169,7 @@ class Values:
         small = all(each.device.type in self._calculated and each.numel() <= _VALUES_KEPT for each in touched)
         known = small and all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
         if not touched or not known or torch.Tag.nondeterministic_seeded in func.tags or _leaves_as_it_was(func):
-            for each in touched if func._schema.is_mutable else outputs:  # noqa: SLF001
+            for each in [*_written(func, args, kwargs), *outputs]:
                 self._values.pop(each, None)
             return
         real_args, real_kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
@@ -177,9 +205,21 @@ class Values:
         return out
 
 
+def _layouts(args: Arguments) -> list[torch.layout]:
+    return [each.layout for each in args if isinstance(each, Tensor)]
+
+
 def _leaves_as_it_was(func: OpOverload) -> bool:
     """Whether it makes memory and writes nothing to it."""
     return func.overloadpacket._qualified_op_name.partition("::")[2] in _EMPTY  # noqa: SLF001
+
+
+def _written(func: OpOverload, args: Arguments, kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The arguments that an operator writes to, by its schema."""
+    arguments = func._schema.arguments  # noqa: SLF001
+    named = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
+    places = [named.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in tree_leaves(places) if isinstance(each, Tensor)]
 
 
 def place_outside_torch(frame: FrameType | None) -> str | None:

@@ -59,9 +59,10 @@ def test_a_trainer_that_shards_by_itself_is_refused_with_what_takes_its_place(qu
     assert "Using fsdp only works in distributed training. Leave its fsdp out, and tune with --ranks N" in found.err
 
 
-@pytest.mark.parametrize("attribute", ["make", "bert", "in_bf16"])
+@pytest.mark.parametrize("attribute", ["make", "bert", "in_bf16", "in_tf32"])
 def test_a_trainer_and_a_model_alone_are_estimated(quick_cli, attribute):
-    quick_cli.write("train.py", f"{SCRIPT}\ndef in_bf16():\n    return make(use_cpu=False, bf16=True)\n")
+    source = "\ndef in_{0}():\n    return make(use_cpu=False, {0}=True)\n"
+    quick_cli.write("train.py", SCRIPT + source.format("bf16") + source.format("tf32"))
     found = quick_cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
     assert found.code == 0, found.err
     assert found.document["estimates"][0]["max_batch_size"] > 1000
