@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from batchtune.child.evaluate import without_gradients
-from batchtune.config.options import VERIFY_STEPS
-from batchtune.config.probe import Bounds
+from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, links, message_of
 from batchtune.device.memory import open_device
@@ -87,7 +86,7 @@ class _Search:
 
     def run(self, bounds: Bounds, limit: int | None) -> int:
         """Tries sizes until the bracket is narrow enough, and the answer once more and for longer, after all others."""
-        most = max(self._steps, VERIFY_STEPS)
+        most = max(self._steps, ProbeOptions.verify_steps)
         while True:
             choice = next_size(self._attempts, bounds, limit)
             low, high = bracket(self._attempts)

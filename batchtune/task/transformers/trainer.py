@@ -81,18 +81,12 @@ class TrainerTask(FromLoader):
             kind, evaluates = (_value(getattr(self._args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
             self._waits_for_metric = kind == "reduce_lr_on_plateau"
             self.asks_for_total_steps = not self._waits_for_metric
+            if kind == "constant":
+                self.lacks("build_scheduler")
             if self._waits_for_metric:
                 self.optimizer_settings["arguments"] |= _plain(self._args, _OF_EVALUATION)
-            refusals |= {
-                "tune needs an eval_dataset": not self._evaluates,
-                "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": kind == "greedy",
-                f"lr_scheduler_type={kind} goes by epochs here; set eval_strategy='epoch'": (
-                    self._waits_for_metric and evaluates != "epoch"
-                ),
-                "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": (
-                    self._has_scheduler
-                ),
-            }
+            refusals |= {"tune needs an eval_dataset": not self._evaluates}
+            refusals |= _not_honoured_of_schedules(kind, evaluates, made=self._has_scheduler)
         for why, holds in refusals.items():
             if holds:
                 raise self.refused(why)
@@ -105,11 +99,7 @@ class TrainerTask(FromLoader):
 
     @property
     def training_samples(self) -> int | None:  # type: ignore[override]
-        """What its train() takes: max_steps at today's batch size, or its epochs; None: its data have no length."""
-        args, parts = self._args, self.parts
-        if args.max_steps > 0:
-            return int(args.max_steps * parts.batch_size * self.accumulation_steps)
-        return math.ceil(args.num_train_epochs * len(parts.dataset)) if hasattr(parts.dataset, "__len__") else None
+        return _samples_of_training(self._args, self.parts)
 
     @cached_property
     def parts(self) -> LoaderParts:
@@ -159,9 +149,6 @@ class TrainerTask(FromLoader):
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> object:
         """What `create_scheduler` makes for so many steps; on a plateau it waits for `metric_for_best_model`."""
-        if _value(self._args.lr_scheduler_type) == "constant":
-            self._let_go()
-            return None
         try:
             made = self._trainer.create_scheduler(num_training_steps=total_steps, optimizer=optimizer)
         finally:
@@ -206,6 +193,13 @@ class TrainerTask(FromLoader):
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
 
 
+def _samples_of_training(args: Any, parts: LoaderParts) -> int | None:
+    """What a Trainer's train() takes: max_steps at today's batch size, or its epochs; None: its data have no length."""
+    if args.max_steps > 0:
+        return int(args.max_steps * parts.batch_size * args.gradient_accumulation_steps)
+    return math.ceil(args.num_train_epochs * len(parts.dataset)) if hasattr(parts.dataset, "__len__") else None
+
+
 def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:
     """What a Trainer may have or lack that batchtune's own loop has no place for, and whether this one does."""
     args, optim = trainer.args, _value(trainer.args.optim)
@@ -220,6 +214,16 @@ def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:
         f"optim={optim} steps within backward, which is not supported": any(
             word in optim for word in _STEPS_IN_BACKWARD
         ),
+    }
+
+
+def _not_honoured_of_schedules(kind: str, evaluates: str, *, made: bool) -> dict[str, bool]:
+    """The same of a `lr_scheduler_type`, beside an `eval_strategy`, and of a scheduler that is `made` already."""
+    by_epochs = kind == "reduce_lr_on_plateau"
+    return {
+        "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": kind == "greedy",
+        f"lr_scheduler_type={kind} goes by epochs here; set eval_strategy='epoch'": by_epochs and evaluates != "epoch",
+        "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": made,
     }
 
 
