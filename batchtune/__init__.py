@@ -15,7 +15,8 @@ try:
     from batchtune.sampling.sampler import LengthBatchSampler, length_batches
     from batchtune.version import __version__
 except KeyboardInterrupt:
-    if sys.argv[0].endswith("/batchtune") or (sys.argv[0] == "-m" and "batchtune" in sys.orig_argv):
+    program = (getattr(sys, "argv", None) or [""])[0]
+    if program.endswith(("/batchtune", "\\batchtune")) or (program == "-m" and "batchtune" in sys.orig_argv):
         sys.exit(130)  # the command, which has not begun
     raise
 

@@ -124,11 +124,10 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     `inference=True` a step is a forward pass, which runs under `torch.inference_mode`; put the model in eval mode.
 
     The search is that of `probe`, and so are its outcomes; the size returned has run last, after all that failed, for
-    20 steps.
-    Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot be got
-    over. A limit on the CPU's memory counts what comes on top of the process as it stands; a fifth of it is kept free,
-    since later steps may take that much more. It holds for the whole process (on Linux, as a limit on its address
-    space) and is lifted before this returns.
+    20 steps. Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot
+    be got over. A limit on the CPU's memory counts what comes on top of the process as it stands. A fifth of it is kept
+    free, since later steps may take that much more, and sizes are told apart no finer than 5 %. It holds for the whole
+    process (on Linux, as a limit on its address space) and is lifted before this returns.
 
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.

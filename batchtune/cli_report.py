@@ -105,16 +105,16 @@ def _read(session: Session, run: str | None) -> Result:
 
     found = find_run(run)
     result, process = api.load_result(found), running_in(found)
+    last = "has so far" if process is not None else "had"
     if is_behind(found):
         from batchtune.tune.study.storage import as_in_journal
 
-        result = as_in_journal(result, found)
+        whole = as_in_journal(result, found)
+        result, last = whole or result, last if whole else "had when it last saved"
         if process is None:
-            session.notes(
-                ["the study was killed, and this is what it had: the same 'batchtune tune' goes on from here"]
-            )
+            session.notes([f"the study was killed; here is what it {last}: the same 'batchtune tune' goes on with it"])
     if process is not None:
-        session.notes([f"process {process} goes on with this run: here is what it has so far"])
+        session.notes([f"process {process} goes on with this run: here is what it {last}"])
         return result.model_copy(update={"status": "running", "error": None})
     return result
 

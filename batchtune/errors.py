@@ -22,7 +22,7 @@ _KEYS = {
 _FLAG_FIRST = re.compile(r"^(--[a-z-]{1,30}) (?=.{1,200}?: )")  # what is between is its value
 _FLAG = re.compile(
     r"'batchtune [^']*'|torchrun --.*"  # to be typed as it is
-    r"|(?P<flag>--[a-z][a-z-]*)(?P<value>=| (?=[0-9.\"]|(?:N|all|auto|ddp|fsdp|bf16|fp16|fp32|tf32)\b))?"
+    r"|(?P<flag>--[a-z][a-z-]*)(?P<value>=| (?=[0-9.\"]|(?:N|all|auto|cpu|cuda|mps|ddp|fsdp|bf16|fp16|fp32|tf32)\b))?"
 )
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
 _IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
@@ -77,7 +77,10 @@ class BatchtuneError(Exception):
             name = names.get(found["flag"] or "")
             return found[0] if name is None else f"{name.partition('=')[0]}=" if found["value"] else name
 
-        text = _FLAG.sub(said, _FLAG_FIRST.sub(r"\1=", str(self)))
+        own, raised, users = str(self).partition(" raised ")  # whose words are the user's
+        first = _FLAG_FIRST.match(own)
+        own = f"{first[1]}={own[first.end() :]}" if first and first[1] in names else own
+        text = _FLAG.sub(said, own) + raised + users
         self.detail, self.setting, self.args = text, None, (text,)
 
 

@@ -199,8 +199,7 @@ def observer(flag: str, value: object) -> object:
     """What has the methods of an `Observer`."""
     from batchtune.observer import Observer  # takes long to load
 
-    known = [name for name in vars(Observer) if not name.startswith("_")]
-    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in known):
+    if isinstance(value, type) or not isinstance(value, Observer):
         raise UsageError(f"{flag} {value}: must be a batchtune.observer.Observer, not {kind_of(value)}")
     return value
 

@@ -20,7 +20,7 @@ _HALF = 0.5
 _BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
 _PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
 _STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
-_LEAST_SPREAD, MOST_SPREAD = 0.01, 0.25  # of the peaks of such processes; 0.19 was seen
+_LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.25  # of the peaks of such processes; 0.19 was seen
 _USUAL_SPREAD = 0.2  # of what of them grows with the batch
 RISES = (0.5, 0.1)  # of the same over more steps than the search takes: mostly, and where a larger batch takes less
 CPU_TOLERANCE = 0.05
@@ -91,6 +91,12 @@ def larger_with_room(
     return larger if larger > (1 + _WORTH_A_CHECK) * passed.batch_size else None
 
 
+def within_a_cpus(limit_bytes: int) -> tuple[int, str]:
+    """What of a CPU's limit a process may fill whose training is to go on, for it may take more; and a sentence."""
+    found = int(limit_bytes / (1 + _MOST_SPREAD))
+    return found, f"up to {size(found)} is searched: the rest of the limit is for what later steps may take"
+
+
 def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | None, orders: int) -> bool:
     """Whether a size that passed has to pass in one more process, where the limit is near.
 
@@ -98,7 +104,7 @@ def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | 
     largest batch of padded samples, checked with the longest alone, ran out of memory in 26 of 60 epochs.
     """
     peak = max(each.peak_reserved_bytes or 0 for each in passed)
-    if limit_bytes is None or peak <= limit_bytes / (1 + MOST_SPREAD):
+    if limit_bytes is None or peak <= limit_bytes / (1 + _MOST_SPREAD):
         return False
     if device != "cpu":
         return len(passed) < orders
@@ -231,7 +237,7 @@ def order_warnings(checks: Sequence[Check], environment: Environment) -> list[st
     """
     failed, does = [each.attempt.batch_size for each in checks if each.by_luck], "cut memory up"
     if environment.device_type == "cpu":
-        least = (1 + MOST_SPREAD) * max((each.attempt.batch_size for each in checks if each.attempt.fits), default=0)
+        least = (1 + _MOST_SPREAD) * max((each.attempt.batch_size for each in checks if each.attempt.fits), default=0)
         out, does = [each.attempt for each in checks if each.attempt.outcome == "oom"], "leave memory behind"
         failed = [each.batch_size for each in out if each.batch_size > least]
     if not failed:

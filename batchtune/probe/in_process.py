@@ -8,16 +8,17 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from batchtune.child.evaluate import without_gradients
 from batchtune.config.probe import Bounds, ProbeOptions
-from batchtune.device._base import DeviceMemory, PeakTracker
+from batchtune.device._base import DeviceMemory, PeakTracker, require_no_more
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, links, message_of
 from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
 from batchtune.observer import Observer
-from batchtune.probe.final_check import MOST_SPREAD
+from batchtune.probe.final_check import CPU_TOLERANCE, within_a_cpus
 from batchtune.probe.search import bracket, next_size
 from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
 
@@ -46,12 +47,16 @@ def find_in_process(
     if not callable(step):
         raise UsageError(f"the step is {kind_of(step)}; it must be a function that takes a batch size")
     memory = open_memory(device)
-    limit = memory_limit or memory.default_limit(margin)
-    if limit is not None and memory.device.type == "cpu":  # where the steps to come may take so much more than these
-        limit = int(limit / (1 + MOST_SPREAD))
+    limit, text = memory_limit or memory.default_limit(margin), ""
+    if memory_limit is not None and memory.device.type == "cpu":  # where later steps may take so much more than these
+        require_no_more(memory_limit, memory.describe()[1], memory.device)
+        limit, text = within_a_cpus(memory_limit)
+        bounds = replace(bounds, tolerance=max(bounds.tolerance, CPU_TOLERANCE)) if bounds.tolerance else bounds
     trained = trained_by(step) if restore == "auto" else named(restore)
     with contextlib.nullcontext(observer) if observer else _on_stderr() as told:
         told.stage(_title(trained, is_sought=restore == "auto" and not inference))
+        if text:
+            told.announce(text)
         with KeptState(trained), kept_random_numbers(memory.device):
             if limit is not None:
                 memory.enforce(limit)
@@ -85,24 +90,35 @@ class _Search:
         self._raised: dict[int, Exception] = {}
 
     def run(self, bounds: Bounds, limit: int | None) -> int:
-        """Tries sizes until the bracket is narrow enough, and the answer once more and for longer, after all others."""
-        most = max(self._steps, ProbeOptions.verify_steps)
+        """Tries sizes until the bracket is narrow enough, then the answer for longer."""
+        while (choice := next_size(self._attempts, bounds, limit)).batch_size is not None:
+            self._observer.attempting(choice.batch_size, choice.reason)
+            self._attempt(choice.batch_size, self._steps)
+        low, high = bracket(self._attempts)
+        if not low:
+            raise self._nothing(choice.reason)
+        if high in self._raised:
+            text = f"{type(self._raised[high]).__name__}: {self._raised[high]}"
+            warnings.warn(f"step({high}) raised {text}; larger sizes were not tried", stacklevel=4)
+        return self._checked(low, bounds, limit)
+
+    def _checked(self, size: int, bounds: Bounds, limit: int | None) -> int:
+        """What runs for as many steps as a final check, after all that failed.
+
+        Where it does not, the next is smaller, by ever more; an exact search goes on, each size for as long.
+        """
+        steps, share = max(self._steps, ProbeOptions.verify_steps), bounds.tolerance
         while True:
-            choice = next_size(self._attempts, bounds, limit)
-            low, high = bracket(self._attempts)
-            if choice.batch_size is not None:
-                self._observer.attempting(choice.batch_size, choice.reason)
-                self._attempt(choice.batch_size, self._steps)
-            elif not low:
-                raise self._nothing(choice.reason)
-            elif (self._attempts[-1].batch_size, self._attempts[-1].steps) != (low, most):
-                self._attempt(low, most)
-            else:
-                if high in self._raised:
-                    error = self._raised[high]
-                    text = f"{type(error).__name__}: {error}"
-                    warnings.warn(f"step({high}) raised {text}; larger sizes were not tried", stacklevel=4)
-                return low
+            self._attempt(size, steps)
+            if self._attempts[-1].fits:
+                return size
+            if size <= bounds.least:
+                raise self._nothing(f"nothing runs for {steps} steps")
+            if not bounds.tolerance:
+                self._steps = steps
+                return self.run(bounds, limit)
+            size = max(bounds.least, int((1 - min(share, 0.5)) * size) // bounds.multiple_of * bounds.multiple_of)
+            share *= 2
 
     def _attempt(self, size: int, steps: int) -> None:
         tracker, started = PeakTracker(self._memory), time.perf_counter()

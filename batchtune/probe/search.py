@@ -202,7 +202,7 @@ def _next_inside(
         size = _roundest(high - gap, max(high - gap, (low + high) // 2))
         return size, f"fit or not, {size} ends the search"
     fine, between = gap < FINE * low, f"between {low} and {high}"
-    if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % (1 << (width.bit_length() - 1)) == 0:
+    if fine and width <= LAST * low * 0.25 ** _neighbours(attempts, gap) and low % (1 << (width.bit_length() - 1)) == 0:
         return low + gap, f"{between}, where {low} is the roundest"
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
     if unexpected or not guesses:

@@ -63,6 +63,13 @@ class LengthsSeen(Message):
         return self.edges[-1] if self.edges else self.groups[-1].length
 
 
+class TrainingLength(Message):
+    """How long the user's own training is: so many optimizer steps, or epochs; None: that is not known."""
+
+    steps: int | None = None
+    epochs: float | None = None
+
+
 class CurrentSettings(Message):
     """What the user trains with today, as far as the task says so, each with where it stands."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -91,21 +92,27 @@ def schedule_warnings(opened: Opened, trials: Sequence[Trial], run: float) -> li
 
     Schedules were made for `run` seconds of training.
     """
-    scheduler, size, own = opened.optimizer_settings.scheduler, opened.train_size, opened.training_samples
+    scheduler, size = opened.optimizer_settings.scheduler, opened.train_size
     ran = [trial for trial in trials if trial.curve]
     today = next((trial for trial in ran if trial.role == "baseline" and trial.total_steps), None)
-    if today is not None and today.total_steps is not None and own is not None:
-        steps = max(1, own // today.batch_size)
+    steps = opened.training_steps(today.batch_size) if today else None
+    if today is not None and today.total_steps is not None and steps is not None:
         share = steps / today.total_steps
         if not 1 / _ANOTHER_LENGTH <= share <= _ANOTHER_LENGTH:
             text = f"the schedule was made for {today.total_steps:,} optimizer steps of batch {today.batch_size}"
-            return [f"{text}, and your training has {steps:,}: budget.run={share * run:.3g}s --fresh is as long"]
+            needed = f"budget.run={_seconds(share * run)} budget.total={_seconds(10 * share * run)} --fresh"
+            return [f"{text}, and your training has {steps:,}: {needed} is as long"]
     if not ran or size is None or "ReduceLROnPlateau" not in (scheduler or ""):
         return []
     if any(trial.curve[-1].samples + trial.batch_size > size for trial in ran):
         return []
     text = f"no run came to the end of an epoch ({size:,} samples), where ReduceLROnPlateau changes the learning rate"
     return [f"{text}: they tell nothing of it; raise budget.run"]
+
+
+def _seconds(value: float) -> str:
+    """A duration as a configuration takes it."""
+    return f"{math.ceil(value)}s" if value >= 10 else f"{value:.2g}s"  # noqa: PLR2004 - of which a tenth matters
 
 
 def bound_warnings(config: Config, found: Recommendation | None) -> list[str]:

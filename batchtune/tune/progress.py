@@ -173,7 +173,7 @@ class Progress:
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
         found += findings.precision_warnings(self.config, opened)
         if study:
-            found += findings.schedule_warnings(opened, trials, study.parts.plan.config.budget.run)
+            found = findings.schedule_warnings(opened, trials, study.parts.plan.config.budget.run) + found
         if study and status == "complete":
             found = findings.search_warnings(trials, study.parts.budget.enough(), self.config.objective.kind) + found
         return found + of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)

@@ -17,6 +17,7 @@ import batchtune
 from batchtune.config.probe import Bounds
 from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
+from batchtune.observer import Observer
 from batchtune.probe.in_process import find_in_process
 from batchtune.task.state import KeptState
 
@@ -31,7 +32,10 @@ class FakeMemory:
         self.peak = 0
 
     def default_limit(self, margin):
-        return 1250  # of a CPU's a fifth is kept free
+        return 1000
+
+    def describe(self):
+        return "fake", 1000, 1000
 
     def enforce(self, limit_bytes):
         self.asked.append(f"enforce {limit_bytes}")
@@ -73,10 +77,17 @@ class Step:
             raise torch.OutOfMemoryError("no")
 
 
-def found(step, memory, *, limit=None, **bounds):
-    return find_in_process(
-        step, Bounds(**bounds), device="x", memory_limit=limit, margin=0.05, steps=2, open_memory=lambda _: memory
-    )
+class Told(Observer):
+    def __init__(self):
+        self.sizes = []
+
+    def attempted(self, attempt):
+        self.sizes.append(attempt.batch_size)
+
+
+def found(step, memory, *, limit=None, observer=None, **bounds):
+    how = {"memory_limit": limit, "margin": 0.05, "steps": 2, "observer": observer}
+    return find_in_process(step, Bounds(**bounds), device="x", **how, open_memory=lambda _: memory)
 
 
 def allocate_too_much():
@@ -104,8 +115,15 @@ class TestTheSearch:
             if batch_size > 100 and step.sizes[-9:] == [batch_size] * 9:  # as an allocator's heap does
                 raise torch.OutOfMemoryError("no")
 
-        assert found(growing, memory, tolerance=0) <= 100
+        told = Told()
+        assert 90 <= found(growing, memory, observer=told) <= 100
         assert step.sizes[-20:] == [step.sizes[-1]] * 20
+        assert len(told.sizes) < 20
+        assert 90 <= found(growing, memory, tolerance=0) <= 100
+
+    def test_a_limit_that_the_machine_has_not_is_told_as_it_was_given(self, memory):
+        with pytest.raises(UsageError, match="1100 bytes is more than the 1000 bytes of cpu"):
+            found(Step(memory), memory, limit=1100)
 
     def test_every_size_takes_several_steps(self, memory):
         step = Step(memory)

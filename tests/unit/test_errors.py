@@ -76,6 +76,9 @@ def test_who_has_a_configuration_is_told_of_its_keys(error, told):
         ("start over with --no-oom; --no-oomph is none", "start over with no_oom=True; --no-oomph is none"),
         ("m.py: needs --lengths: 'batchtune probe --gpu 3'", "m.py: needs --lengths: 'batchtune probe --gpu 3'"),
         ("a search ends there: --gpu looks for more", "a search ends there: gpus looks for more"),
+        ("--gpu 3: m.py raised ValueError: --gpu 3 --no-oom", "gpus=3: m.py raised ValueError: --gpu 3 --no-oom"),
+        ("--set lr=3: not here", "--set lr=3: not here"),
+        ("use --gpu cpu", "use gpus=cpu"),
     ],
 )
 def test_who_has_called_a_function_is_told_of_its_arguments(told, said):

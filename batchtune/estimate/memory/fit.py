@@ -128,11 +128,10 @@ def same_events(traces: Sequence[Trace]) -> Misaligned | None:
     """Why not the same storages are born and die in all traces, in one order; None where they are."""
     first = traces[0]
     for other in traces[1:]:
-        if first.uncut != other.uncut:  # in larger batches there are more pieces
-            piece = max(piece for _, piece in first.uncut | other.uncut)
-            return Misaligned(
-                f"the step works in pieces of {piece}, larger than small batches; more may fit", is_far_off=True
-            )
+        once, again = first.uncut - other.uncut, other.uncut - first.uncut
+        if pieces := {piece for _, piece in once} & {piece for _, piece in again}:  # of lengths that grow
+            text = f"the step works in pieces of {max(pieces)}, larger than small batches; more may fit"
+            return Misaligned(text, is_far_off=True)
         for mine, theirs in zip(first.births, other.births, strict=False):
             if mine.op != theirs.op:
                 sizes = f"{first.batch_size} and {other.batch_size}"

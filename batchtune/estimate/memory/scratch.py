@@ -40,6 +40,7 @@ _SCANNED = {4: (1920, 8), 8: (896, _STATE)}  # items of a tile, and bytes for ea
 _SELECTED = 320
 _UNSORTED_INDICES = 3072  # in embedding_dense_backward_cuda, up to which nothing is sorted
 _ROWS_PER_THREAD = 10  # NROWS_PER_THREAD
+_MEAN = 1  # of nn.EmbeddingBag's modes, in EmbeddingBag.h
 _CTC_LARGE = 4500  # ten times the 450 of `is_large`, in frames, samples and labels
 
 
@@ -95,9 +96,9 @@ def _sparse_mask(args: Arguments) -> Steps:
 
 def _embedding_bag_backward(args: Arguments) -> Steps:
     """_embedding_bag_sparse_backward in EmbeddingBag.cpp: a mean's gradient is divided by its bag's size, as floats."""
-    gradient, sparse = args[0], args[9]
+    gradient, mode, sparse = args[0], args[8], args[9]
     sizes = bytes_of(len(gradient) * FLOAT)
-    return (RESULTS, (sizes, sizes, copy_of(gradient))) if sparse else (RESULTS,)
+    return (RESULTS, (sizes, sizes)) if sparse and mode == _MEAN else (RESULTS,)
 
 
 def _sorted_indices(args: Arguments) -> Steps:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -233,11 +233,14 @@ def _run_fallback_kernel(
     return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
-class _Version:
+class _Version(ModuleType):
     """`torch.version`, for Transformers that of a build for CUDA."""
 
     def __getattr__(self, name: str) -> Any:
         return "13.0" if name == "cuda" and _transformers_asks() else getattr(_version, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_version, name, value)
 
 
 def _transformers_asks() -> bool:
@@ -259,7 +262,7 @@ def precisions_supported() -> contextlib.ExitStack:
             get_device_properties=lambda *given: _AMPERE if _transformers_asks() else properties(*given),
         )
     )
-    stack.enter_context(mock.patch.object(torch, "version", _Version()))
+    stack.enter_context(mock.patch.object(torch, "version", _Version(_version.__name__)))
     return stack
 
 

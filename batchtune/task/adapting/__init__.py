@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from batchtune.document import GradientClipping, Recommendation
 from batchtune.errors import UsageError, kind_of
-from batchtune.protocol.data import CurrentSettings
+from batchtune.protocol.data import CurrentSettings, TrainingLength
 
 Copied = TypeVar("Copied")
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -35,7 +35,7 @@ class Adapted:
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
         asks_for_total_steps: whether the schedule made last has asked how many these are.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
-        training_samples: that the user's own training takes from its first step to its last; None: not known.
+        length: of the user's own training.
         optimizer_settings: what else is known of how it makes its optimizers, once it has.
         gradient_clipping: what the library's own trainer would do.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
@@ -47,7 +47,7 @@ class Adapted:
     total_steps: int | None = None
     asks_for_total_steps = True
     accumulation_steps = 1
-    training_samples: int | None = None
+    length = TrainingLength()
     optimizer_settings: Mapping[str, object] = {}
     gradient_clipping: GradientClipping | None = None
     keeps_modes = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from batchtune.document import GradientClipping
-from batchtune.protocol.data import CurrentSettings
+from batchtune.protocol.data import CurrentSettings, TrainingLength
 from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loader_parts, real_copy, set_learning_rate
 from batchtune.task.adapting.plateau import OnPlateau
 
@@ -45,6 +44,8 @@ class TrainerTask(FromLoader):
             "num_items_in_batch" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
         )
         self.accumulation_steps = int(self._args.gradient_accumulation_steps)
+        steps, epochs = self._args.max_steps, self._args.num_train_epochs
+        self.length = TrainingLength(steps=int(steps)) if steps > 0 else TrainingLength(epochs=float(epochs))
         if self._args.max_grad_norm:
             self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []
@@ -81,7 +82,7 @@ class TrainerTask(FromLoader):
             kind, evaluates = (_value(getattr(self._args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
             self._waits_for_metric = kind == "reduce_lr_on_plateau"
             self.asks_for_total_steps = not self._waits_for_metric
-            if kind == "constant":
+            if kind == "constant" and not _has_own(self._trainer, "create_scheduler"):
                 self.lacks("build_scheduler")
             if self._waits_for_metric:
                 self.optimizer_settings["arguments"] |= _plain(self._args, _OF_EVALUATION)
@@ -96,10 +97,6 @@ class TrainerTask(FromLoader):
         size, steps = self.parts.batch_size, self.accumulation_steps
         where = "per_device_train_batch_size" + (" x gradient_accumulation_steps" if steps > 1 else "")
         return CurrentSettings(batch_size=(size * steps, where), learning_rate=self._current_rate)
-
-    @property
-    def training_samples(self) -> int | None:  # type: ignore[override]
-        return _samples_of_training(self._args, self.parts)
 
     @cached_property
     def parts(self) -> LoaderParts:
@@ -191,13 +188,6 @@ class TrainerTask(FromLoader):
             raise self.refused(f"{what} is not among what it evaluates: {', '.join(numbers)}")
         self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
-
-
-def _samples_of_training(args: Any, parts: LoaderParts) -> int | None:
-    """What a Trainer's train() takes: max_steps at today's batch size, or its epochs; None: its data have no length."""
-    if args.max_steps > 0:
-        return int(args.max_steps * parts.batch_size * args.gradient_accumulation_steps)
-    return math.ceil(args.num_train_epochs * len(parts.dataset)) if hasattr(parts.dataset, "__len__") else None
 
 
 def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:

@@ -61,8 +61,9 @@ def configure(
     if save_config is not None:
         if Path(save_config).is_dir():
             raise UsageError(f"--save-config {save_config}: is a folder; name a file, e.g. config.yaml")
-        if _is_read(Path(save_config), given, config):
-            raise UsageError(f"--save-config {save_config}: is what this study is read from; name another file")
+        if _is_read(Path(save_config), given):
+            why = "is a file of code, or what this study is read from; name another, e.g. config.yaml"
+            raise UsageError(f"--save-config {save_config}: {why}")
         try:
             write_atomically(Path(save_config), _as_file(config, told))
         except OSError as error:
@@ -70,13 +71,10 @@ def configure(
     return config
 
 
-def _is_read(file: Path, given: str | os.PathLike[str] | Config, config: Config) -> bool:
-    """Whether a file is the study's configuration or its task, which writing to it would destroy."""
-    sources = [
-        config.task.partition(":")[0],
-        *(() if isinstance(given, Config) else (given, Path(given) / "config.yaml")),
-    ]
-    return file.exists() and any(Path(each).exists() and file.samefile(each) for each in sources)
+def _is_read(file: Path, given: str | os.PathLike[str] | Config) -> bool:
+    """Whether a file is the study's configuration or Python, which writing to it would destroy."""
+    sources = () if isinstance(given, Config) else (Path(given), Path(given) / "config.yaml")
+    return file.suffix == ".py" or (file.exists() and any(each.exists() and file.samefile(each) for each in sources))
 
 
 def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:

@@ -62,11 +62,12 @@ def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) 
 
 def _training_seconds(config: Config, opened: Opened, probe: ProbeResult) -> float | None:
     """What the user's own training takes at the step time that was timed; None: it does not say how long it is."""
-    fit, most = probe.throughput_fit, probe.max_batch_size
-    if opened.training_samples is None or fit is None or most is None:
+    fit, most, size = probe.throughput_fit, probe.max_batch_size, config.baseline.batch_size
+    steps = opened.training_steps(size)
+    if steps is None or fit is None or most is None:
         return None
-    micro = min(config.baseline.batch_size, most)
-    return opened.training_samples * step_seconds(fit, micro) / micro
+    micro = min(size, most)
+    return steps * step_seconds(fit, micro) * size / micro
 
 
 def of_the_study(probe: ProbeResult, loader_seconds: float | None, opened: Opened) -> ProbeResult:

@@ -240,9 +240,10 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
     history = StudyHistory(study, cost_of(config.objective.kind))
     settled = with_run_length(config, study, has_schedule=has_schedule)
     budget = StudyBudget(settled, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
-    if settled.budget.run >= config.budget.run:
+    if "run" not in study.user_attrs or "run" in config.budget.model_fields_set:
         return budget.outlook()
-    return f"{budget.outlook()}; a run takes a tenth of budget.total at the most, unless budget.run says how long"
+    most = "a run takes as long as your training, if that is known, and a tenth of budget.total at the most"
+    return f"{budget.outlook()}; {most}"
 
 
 def with_run_length(
@@ -255,14 +256,12 @@ def with_run_length(
     that has runs goes on with runs as long as those: its answer compares them with each other.
     """
     budget, takes_all = config.budget, has_schedule or cost_of(config.objective.kind) is None
-    if not takes_all:
-        return config
-    if not study.get_trials(deepcopy=False):
+    if takes_all and not study.get_trials(deepcopy=False):
         own = budget.run if training_seconds is None else max(training_seconds, SHORTEST_RUN)
         is_free = "run" not in budget.model_fields_set
         study.set_user_attr("run", min(own, BASELINE_SHARE * budget.total) if is_free else budget.run)
-    run = study.user_attrs.get("run", budget.run)
-    return config.model_copy(update={"budget": budget.model_copy(update={"run": run})})
+    run = study.user_attrs.get("run", budget.run if takes_all else None)
+    return config if run is None else config.model_copy(update={"budget": budget.model_copy(update={"run": run})})
 
 
 class ProbeInTime(Forwarder):

@@ -184,22 +184,24 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
 
 
-def as_in_journal(result: Kept, folder: Path) -> Kept:
+def as_in_journal(result: Kept, folder: Path) -> Kept | None:
     """A result that was saved while its study ran, with all runs that ended since by the journal in the run folder.
 
-    What is recommended is told by the same runs; nothing is written. Where the journal cannot be read, or batches count
-    tokens, which it does not say, the result stays as it was saved.
+    Where nothing was recommended yet, single runs are compared. Nothing is written. None where the journal cannot be
+    read, or batches count tokens, which it does not say.
     """
     try:
         config = load_config(folder, environment={})
         study = optuna.load_study(study_name=config.name, storage=Journal(folder / "study.log"))
         records = StudyHistory(study, cost_of(config.objective.kind)).records()
     except Exception:  # noqa: BLE001 - of a killed process: whatever is wrong, what was saved is whole
-        return result
+        return None
     if config.batch_size.unit == "tokens":
-        return result
+        return None
     trials = [each for each in records if each.state not in {"running", "waiting"}]
-    found, baseline = recommend(trials, kind=config.objective.kind, goal=config.objective.goal)
+    found, baseline = result.recommendation, result.baseline
+    if found is None:
+        found, baseline = recommend(trials, kind=config.objective.kind, goal=config.objective.goal)
     return result.model_copy(update={"trials": trials, "recommendation": found, "baseline": baseline})
 
 

@@ -230,7 +230,8 @@ def _unconfirmed(
     """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that.
 
     Its figures are those of its fresh seeds where it has run on any. Nothing whose figures are worse, beyond noise,
-    than those of what runs today is said to be better than that, whatever all runs together tell of it.
+    than those of what runs today, or of what has run on a fresh seed, is said to be better than that, whatever all runs
+    together tell of it.
     """
     ended = [trial for trial in trials if trial.role != "confirm" or trial.tells_of_fresh_seed]
     known = [trial for trial in ended if scoring.of(trial) is not None]
@@ -241,13 +242,14 @@ def _unconfirmed(
     told = {each: [run for run in group if run.role == "confirm"] or group for each, group in by_config.items()}
     shown = {each: [value for run in of if (value := scoring.of(run)) is not None] for each, of in told.items()}
     ranked = sorted(by_config, key=lambda each: statistics.median(map(scoring.worth, by_config[each])))
-    today = next((shown[config_of(run)] for run in runs if run.role == "baseline"), None)
-    chosen = next(each for each in ranked if today is None or _tied(shown[each], today))
+    firm = [shown[config_of(run)] for run in runs if run.role in {"baseline", "confirm"}]
+    least = min(firm, key=statistics.median, default=None)
+    chosen = next(each for each in ranked if least is None or _tied(shown[each], least))
     group, fresh = by_config[chosen], groups.get(chosen, ())
     best = "best of" if scoring.expected is None else "best by all of"
     count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
-    count += ", leaving out what its own runs show worse than today's" if chosen != ranked[0] else ""
+    count += ", leaving out what its own runs show to be worse" if chosen != ranked[0] else ""
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
     so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""
     needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from fakes import opened
 from fixtures.adapted import SCRIPT
 from torch.utils.data import SequentialSampler
 
@@ -49,14 +50,25 @@ class TestATrainer:
         assert known.batch_size == (10, "per_device_train_batch_size x gradient_accumulation_steps")
         assert known.learning_rate == (3e-4, "learning_rate")
 
-    @pytest.mark.parametrize(("how", "samples"), [("max_steps=7", 70), ("num_train_epochs=2", 80), ("", 120)])
-    def test_it_says_how_long_todays_training_is(self, trainer_task, how, samples):
+    @pytest.mark.parametrize(("how", "steps"), [("max_steps=7", 7), ("num_train_epochs=1.5", 8), ("", 15)])
+    def test_it_says_how_long_todays_training_is(self, trainer_task, how, steps):
         task = trainer_task(f"per_device_train_batch_size=5, gradient_accumulation_steps=2, {how}")
-        assert task.adapted.training_samples == samples
+        told = opened(length=task.adapted.length, train_size=task.train_size())
+        assert told.training_steps(9) == steps
 
-    @pytest.mark.parametrize(("kind", "has"), [("constant", False), ("constant_with_warmup", True), ("linear", True)])
-    def test_a_constant_rate_is_no_schedule(self, trainer_task, kind, has):
-        task = trainer_task(f"lr_scheduler_type='{kind}'")
+    @pytest.mark.parametrize(
+        ("kind", "trainer", "has"),
+        [
+            ("constant", "hf.Trainer", False),
+            ("constant", "Own", True),
+            ("constant_with_warmup", "hf.Trainer", True),
+            ("linear", "hf.Trainer", True),
+        ],
+    )
+    def test_a_constant_rate_is_no_schedule(self, trainer_task, kind, trainer, has):
+        more = "class Own(hf.Trainer):\n    def create_scheduler(self, num_training_steps, optimizer=None):\n"
+        more += "        return torch.optim.lr_scheduler.LinearLR(optimizer)\n"
+        task = trainer_task(f"{trainer}, lr_scheduler_type='{kind}'", more)
         task.require("tune")
         model = task.model()
         assert bool(task.schedulers(task.optimizers(model, 0.1), 10)) is has

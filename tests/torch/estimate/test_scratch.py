@@ -226,3 +226,9 @@ def test_from_torch_2_15_on_each_product_takes_a_workspace_for_its_time_unless_t
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     assert set(workspaces(aten.mm.default, (left, right))) == {"cublas"}
     assert inside(aten.mm.default, (left, right)) == (RESULTS,)
+
+
+@pytest.mark.parametrize(("mode", "sparse", "blocks"), [(1, True, [16, 16]), (0, True, []), (1, False, [])])
+def test_a_sparse_gradient_of_bags_holds_their_sizes_for_a_mean_alone(mode, sparse, blocks):
+    arguments = (meta(4, 8), *[None] * 5, 10, False, mode, sparse)
+    assert flat(inside(aten._embedding_bag_backward.default, arguments)) == ["result", *blocks]

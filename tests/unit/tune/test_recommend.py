@@ -83,12 +83,12 @@ def test_without_the_baseline_on_fresh_seeds_figures_are_of_those_that_there_are
         (
             [],
             32,
-            "and what you run today, leaving out what its own runs show worse than today's, not confirmed",
+            "and what you run today, leaving out what its own runs show to be worse, not confirmed",
         ),
         (
             [trial(2, "search", 128, 1e-2, 3.0)],
             128,
-            "3 single runs, leaving out what its own runs show worse",
+            "3 single runs, leaving out what its own runs show to be worse",
         ),
         ([trial(2, "confirm", 64, 1e-2, 3.0)], 64, "3 single runs, not confirmed: 1 fresh seed so far"),
     ],
@@ -108,7 +108,20 @@ def test_what_is_level_with_today_is_not_said_to_be_worse(seconds, batch):
     believed = {config_of(each): {64: 1.0, 32: 1.5}[each.batch_size] for each in trials}
     found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=believed)
     assert found.global_batch_size == batch
-    assert ("show worse than today's" in found.reason) is (batch == 32)
+    assert ("show to be worse" in found.reason) is (batch == 32)
+
+
+def test_what_all_runs_tell_does_not_outweigh_a_fresh_seed_of_another():
+    trials = [
+        trial(0, "baseline", 16, 1e-3, 9.0),
+        trial(1, "search", 256, 3e-3, 0.96),
+        trial(2, "search", 512, 4e-3, 0.75),
+        trial(3, "confirm", 512, 4e-3, 0.78, seed=1),
+    ]
+    believed = {config_of(each): {16: 9.0, 256: 0.7, 512: 0.8}[each.batch_size] for each in trials}
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=believed)
+    assert found.global_batch_size == 512
+    assert "leaving out what its own runs show to be worse, not confirmed: 1 fresh seed so far" in found.reason
 
 
 def test_a_run_on_a_fresh_seed_that_was_cut_off_tells_nothing_of_a_best_value():

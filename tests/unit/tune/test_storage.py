@@ -123,7 +123,7 @@ def test_evaluations_of_others_are_not_read_again_and_again(tmp_path, monkeypatc
 def test_what_a_killed_study_has_finished_since_it_last_saved_is_in_its_report(tmp_path):
     config = Config(task="model.py", name="killed", objective={"target": 0.3})
     saved = Result(kind="tune", status="interrupted", name="killed", task={"path": "model.py"}, trials=[])
-    assert as_in_journal(saved, tmp_path) is saved  # there is neither
+    assert as_in_journal(saved, tmp_path) is None  # there is neither
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     study = storage_module.open_study(Journal(tmp_path / "study.log"), config)
     for role, seconds in (("baseline", 9.0), ("search", 5.0)):
@@ -138,4 +138,6 @@ def test_what_a_killed_study_has_finished_since_it_last_saved_is_in_its_report(t
     told = as_in_journal(saved, tmp_path)
     assert [each.time_to_target_seconds for each in told.trials] == [9.0, 5.0]
     assert told.recommendation.time_to_target_seconds.median == 5.0
+    known = saved.model_copy(update={"recommendation": told.recommendation.model_copy(update={"reason": "known"})})
+    assert as_in_journal(known, tmp_path).recommendation.reason == "known"  # by all that its study knew
     assert (tmp_path / "study.log").read_bytes() == before

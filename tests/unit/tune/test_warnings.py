@@ -6,6 +6,7 @@ from fakes import opened
 from batchtune.config.schema import Config, Objective
 from batchtune.config.space import LearningRate
 from batchtune.document import CurvePoint, ProbeResult, Recommendation, Straggler, Trial
+from batchtune.protocol.data import TrainingLength
 from batchtune.tune.findings import (
     baseline_warnings,
     bound_warnings,
@@ -92,8 +93,16 @@ def test_a_schedule_that_waits_for_an_epoch_which_no_run_came_to_the_end_of_is_t
 @pytest.mark.parametrize(
     ("steps", "samples", "told"),
     [
-        (19_000, 3_000, "19,000 optimizer steps of batch 8, and your training has 375: budget.run=1.18s --fresh"),
-        (300, 48_000, "300 optimizer steps of batch 8, and your training has 6,000: budget.run=1.2e+03s --fresh"),
+        (
+            19_000,
+            3_000,
+            "19,000 optimizer steps of batch 8, and your training has 380: budget.run=1.2s budget.total=12s --fresh",
+        ),
+        (
+            300,
+            48_000,
+            "300 optimizer steps of batch 8, and your training has 6,080: budget.run=1216s budget.total=12160s --fresh",
+        ),
         (400, 3_000, None),
         (None, 3_000, None),
         (400, None, None),
@@ -102,7 +111,8 @@ def test_a_schedule_that_waits_for_an_epoch_which_no_run_came_to_the_end_of_is_t
 def test_a_schedule_that_is_much_longer_or_shorter_than_that_of_the_users_training_is_told(steps, samples, told):
     curve = [CurvePoint(seconds=1.0, samples=8, value=1.0)]
     today = trial("baseline", "finished").model_copy(update={"curve": curve, "total_steps": steps})
-    warned = schedule_warnings(opened(training_samples=samples), [today], 60.0)
+    epochs = TrainingLength(epochs=samples / 300) if samples else TrainingLength()
+    warned = schedule_warnings(opened(train_size=300, length=epochs), [today], 60.0)
     assert [told in each for each in warned] == [True] * (told is not None)
 
 
