@@ -25,6 +25,7 @@ def test_ctrl_c_at_any_moment_of_the_start_ends_without_a_traceback(tmp_path, mo
     script = tmp_path / "batchtune"
     lines = [
         "import os, signal, sys",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",  # which a background job ignores otherwise
         f"said = ('import', {module!r})",
         "hook = lambda event, given: said == (event, *given[:1]) and os.kill(os.getpid(), signal.SIGINT)",
         "sys.addaudithook(hook)",
