@@ -49,7 +49,7 @@ def test_a_program_of_ones_own_has_the_same_answers_and_errors_on_all_ranks(cli)
     done = cli.start(python=torchrun, popen=forks.Popen).finish(200)  # the test above starts torchrun for real
     assert done.code == 0, done.err
     told = [json.loads((cli.folder / f"told-{rank}").read_text()) for rank in range(2)]
-    assert told[0] == told[1] == [[2, 4], "--nproc-per-node 3: torchrun has started 2 ranks; leave the option out"]
+    assert told[0] == told[1] == [[2, 4], "nproc_per_node=3: torchrun has started 2 ranks; leave the option out"]
 
 
 def test_a_port_in_use_is_told_in_one_line_before_anything_trains(cli):
