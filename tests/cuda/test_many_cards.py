@@ -67,7 +67,7 @@ def test_a_slice_is_found_by_its_name_and_its_neighbours_are_not_its_own(monkeyp
 
 def test_no_card_is_visible_where_the_user_hides_all(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with fake_gpu.machine(LARGE), pytest.raises(DeviceError, match="--device cuda: not available here"):
+    with fake_gpu.machine(LARGE), pytest.raises(DeviceError, match="device=cuda: not available here"):
         batchtune.environment("cuda")
 
 

@@ -99,5 +99,5 @@ def test_a_limit_of_all_the_card_has_leaves_room_for_the_context(probe):
 
 
 def test_a_limit_above_what_the_card_has_is_refused(probe):
-    with pytest.raises(UsageError, match="--memory-limit 8589934593 bytes is more than the 8589934592 bytes of cuda:0"):
+    with pytest.raises(UsageError, match="memory_limit=8589934593 bytes is more than the 8589934592 bytes of cuda:0"):
         probe(memory_limit=8 * GiB + 1)
