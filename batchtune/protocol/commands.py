@@ -62,7 +62,7 @@ class Opened(Message):
         current_settings: what the user trains with, where that was asked for.
         fits_alone: a rank may hold all weights with their gradients, as each does unless they are sharded.
         foreign_parameters: that the optimizer holds and the model does not.
-        length: of the user's own training, where an object says how long it is.
+        training_length: of the user's own training, where an object says how long it is.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         forks: whether this child is a fork of an image, which can have others.
     """
@@ -92,17 +92,17 @@ class Opened(Message):
     current_settings: CurrentSettings = CurrentSettings()
     fits_alone: bool = True
     foreign_parameters: int = 0
-    length: TrainingLength = TrainingLength()
+    training_length: TrainingLength = TrainingLength()
     notes: tuple[str, ...] = ()
     forks: bool = False
 
     def training_steps(self, batch_size: int) -> int | None:
         """Optimizer steps of the user's own training, of which a batch is so large; None where that is not known."""
-        if self.length.steps is not None:
-            return self.length.steps
-        if self.length.epochs is None or self.train_size is None:
+        if self.training_length.steps is not None:
+            return self.training_length.steps
+        if self.training_length.epochs is None or self.train_size is None:
             return None
-        return max(1, math.ceil(self.length.epochs * math.ceil(self.train_size / batch_size)))
+        return max(1, math.ceil(self.training_length.epochs * math.ceil(self.train_size / batch_size)))
 
     @property
     def is_for_inference(self) -> bool:

@@ -35,7 +35,7 @@ class Adapted:
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
         asks_for_total_steps: whether the schedule made last has asked how many these are.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
-        length: of the user's own training.
+        training_length: of the user's own training.
         optimizer_settings: what else is known of how it makes its optimizers, once it has.
         gradient_clipping: what the library's own trainer would do.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
@@ -47,7 +47,7 @@ class Adapted:
     total_steps: int | None = None
     asks_for_total_steps = True
     accumulation_steps = 1
-    length = TrainingLength()
+    training_length = TrainingLength()
     optimizer_settings: Mapping[str, object] = {}
     gradient_clipping: GradientClipping | None = None
     keeps_modes = False

@@ -45,7 +45,7 @@ class TrainerTask(FromLoader):
         )
         self.accumulation_steps = int(self._args.gradient_accumulation_steps)
         steps, epochs = self._args.max_steps, self._args.num_train_epochs
-        self.length = TrainingLength(steps=int(steps)) if steps > 0 else TrainingLength(epochs=float(epochs))
+        self.training_length = TrainingLength(steps=int(steps)) if steps > 0 else TrainingLength(epochs=float(epochs))
         if self._args.max_grad_norm:
             self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []

@@ -53,7 +53,7 @@ class TestATrainer:
     @pytest.mark.parametrize(("how", "steps"), [("max_steps=7", 7), ("num_train_epochs=1.5", 8), ("", 15)])
     def test_it_says_how_long_todays_training_is(self, trainer_task, how, steps):
         task = trainer_task(f"per_device_train_batch_size=5, gradient_accumulation_steps=2, {how}")
-        told = opened(length=task.adapted.length, train_size=task.train_size())
+        told = opened(training_length=task.adapted.training_length, train_size=task.train_size())
         assert told.training_steps(9) == steps
 
     @pytest.mark.parametrize(

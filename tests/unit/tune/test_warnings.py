@@ -112,7 +112,7 @@ def test_a_schedule_that_is_much_longer_or_shorter_than_that_of_the_users_traini
     curve = [CurvePoint(seconds=1.0, samples=8, value=1.0)]
     today = trial("baseline", "finished").model_copy(update={"curve": curve, "total_steps": steps})
     epochs = TrainingLength(epochs=samples / 300) if samples else TrainingLength()
-    warned = schedule_warnings(opened(train_size=300, length=epochs), [today], 60.0)
+    warned = schedule_warnings(opened(train_size=300, training_length=epochs), [today], 60.0)
     assert [told in each for each in warned] == [True] * (told is not None)
 
 
