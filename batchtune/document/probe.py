@@ -138,7 +138,7 @@ class ThroughputFit(Record):
     error_share: Figure = Field(
         default=None,
         description="Standard error of measured steps about the line, as a share; above 0.1 the line tells nothing. "
-        "Absent for two sizes: any two lie on a line.",
+        "Absent for two sizes that lie on one.",
     )
     saturation_batch_size: Figure = Field(
         default=None, description="alpha / beta: half of the peak speed is reached here."

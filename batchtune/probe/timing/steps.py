@@ -26,6 +26,7 @@ _NEAR_PEAK = 0.95
 _MOST_ROUNDS = 8  # of timing what was disturbed…
 _AGAIN_SHARE = 0.25  # …the later ones so much shorter: a gap between other programs' work is met by short looks
 _UNDERCUT = 1.25  # times what a larger batch takes: no step of fewer samples does, others held it up
+_ROUNDING = 1e-9  # of a step: no more than its arithmetic
 _AGREE = 1.05  # two times so near to one another are those of a machine at its fastest, since load only ever adds
 TIMEOUT_SECONDS = 120.0  # without a sign of life
 _STEPS_OF_RANKS = {"together": "of the group", "apart": "without communication", "alone": "of one rank alone"}
@@ -66,7 +67,7 @@ def step_line(times: Sequence[tuple[int, float, float]]) -> StepLine | None:
     alpha = mean_time - beta * mean_size
     if alpha < 0:  # pure cost per sample
         alpha, beta = 0.0, sum(w * b * t for b, t, w in rows) / sum(w * b * b for b, _, w in rows)
-    elif beta < 0:  # the step costs the same at every size timed
+    elif beta * mean_size < _ROUNDING * alpha:  # the step costs the same at every size timed
         alpha, beta = mean_time, 0.0
     alpha_error, beta_error = math.sqrt(1 / total + mean_size**2 / spread), math.sqrt(1 / spread)
     fixed, sample = max(alpha, alpha_error), max(beta, beta_error)
@@ -97,26 +98,30 @@ def most_to_time(within: float | None, step_seconds: float | None) -> int:
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
     """Fits t(B) = alpha + beta * B to undisturbed points with equal relative errors; alpha, beta are not negative.
 
-    The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached.
+    The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached. Where only the
+    largest size was undisturbed, the others are taken to last as long as it does, which they do at the most.
 
     Returns:
         None for fewer than two sizes: no line goes through one point. Steps that took no time were not timed.
     """
-    points = undisturbed([point for point in points if point.step_seconds > 0])
+    timed = sorted((point for point in points if point.step_seconds > 0), key=lambda point: point.batch_size)
+    points = undisturbed(timed)
     rows = [(point.batch_size, point.step_seconds, 1.0) for point in points]
+    if len(points) == 1:
+        points, rows = timed, [(point.batch_size, points[0].step_seconds, 1.0) for point in timed]
     line = step_line(rows)
     if line is None:
         return None
     alpha, beta = line.alpha_seconds, line.beta_seconds
-    squares = sum((alpha / t + beta * b / t - 1) ** 2 for b, t, _ in rows)
-    free = len(rows) - (alpha > 0) - (beta > 0)  # sizes beyond those that any such line goes through
+    squares = sum(((alpha + beta * point.batch_size) / point.step_seconds - 1) ** 2 for point in points)
+    free = len(points) - (alpha > 0) - (beta > 0)  # sizes beyond those that any such line goes through
     best = max(points, key=lambda point: point.samples_per_second)
     up_to_best = points[points.index(best) :: -1]
     near = itertools.takewhile(lambda each: each.samples_per_second >= _NEAR_PEAK * best.samples_per_second, up_to_best)
     return ThroughputFit(
         alpha_seconds=alpha,
         beta_seconds_per_sample=beta,
-        error_share=math.sqrt(squares / free) if len(rows) > 2 else None,  # noqa: PLR2004
+        error_share=math.sqrt(squares / free) if free else None,
         saturation_batch_size=alpha / beta if beta > 0 else None,
         batch_size_within_5_percent=min(point.batch_size for point in near),
     )

@@ -190,6 +190,13 @@ class TestLine:
         quiet = on_a_line(0.0003, 4e-7, (16, 32, 512, 1500))
         assert fit_step_time(timed(quiet | {64: 0.08, 128: 0.079})) == fit_step_time(timed(quiet))
 
+    @pytest.mark.parametrize("disturbed", [{8: 0.2}, {8: 0.2, 4: 0.3}, {8: 0.9, 4: 0.9, 2: 0.3}])
+    @pytest.mark.parametrize("least", [0.1, *(0.1 - 0.001 * step for step in range(1, 30))])
+    def test_where_one_size_was_left_alone_the_smaller_ones_take_as_long_at_the_most(self, disturbed, least):
+        fit = fit_step_time(timed(disturbed | {16: least}))
+        assert (fit.alpha_seconds, fit.beta_seconds_per_sample) == (pytest.approx(least), 0)
+        assert (fit.holds, fit.saturation_batch_size, fit.batch_size_within_5_percent) == (False, None, 16)
+
     @settings(deadline=None)
     @given(st.floats(1e-5, 1.0), st.floats(1e-7, 1e-1))
     def test_a_line_is_found_again(self, alpha, beta):
