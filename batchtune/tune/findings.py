@@ -172,7 +172,7 @@ def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> li
     times = slowdown(shown)
     if times <= 1 + UNEVEN:
         return []
-    longer = f"training took longer than it counts by {times - 1:.0%}"
+    longer = f"by the clock, training took {number(times)} times as long as the times shown"
     text = f"{longer}: stretches far slower than the usual pace are put down to other programs"
     rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
     return [f"{text} on this machine; {rest}"]

@@ -157,7 +157,7 @@ def test_runs_in_which_the_task_raised_an_error_are_told_of():
 def test_runs_that_took_much_longer_than_they_count_are_told_of():
     slowed = trial("confirm", "reached").model_copy(update={"training_seconds": 4.0, "measured_training_seconds": 7.0})
     (told,) = uneven_warnings([slowed], None)
-    assert told.startswith("training took longer than it counts by 75%")
+    assert told.startswith("by the clock, training took 1.75 times as long as the times shown: ")
     a_little = slowed.model_copy(update={"measured_training_seconds": 4.4})
     assert uneven_warnings([a_little], None) == []
     assert uneven_warnings([slowed.model_copy(update={"role": "search"})], None) == []
