@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,10 +48,11 @@ class Inference:
         heartbeat.beat()
 
 
+_ALIKE = 1.1  # sums that differ by no more than noise in a loss
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 
 
-@contextmanager
+@contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Afterwards each module is in the mode in which it was, whatever the user's code has made of that meanwhile."""
     modes = {module: module.training for module in model.modules()}
@@ -112,12 +113,36 @@ def fitting_metric_value(
         batch_size //= 2
 
 
-def require_metric(task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE) -> None:
-    """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
+def look_at_metric(
+    task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE
+) -> Iterator[str]:
+    """A sentence where the metric is a loss that grows with the batch; of a new model, on a few samples.
+
+    Raises:
+        UsageError: there is no such metric.
+    """
     if task.has("evaluate"):
         metric_value(Trainer(task, device, precision, ranks=ranks), metric, 1)
     elif metric != "val_loss":
         raise _only_val_loss(metric, task)
+    elif ranks.world_size == 1 and _adds_up(task, device, precision):
+        yield (
+            "compute_loss adds up the samples of a batch: val_loss depends on how many are evaluated at once, and a "
+            "step of several micro-batches is not that of one batch; let it return the mean"
+        )
+
+
+def _adds_up(task: Task, device: torch.device, precision: str) -> bool:
+    """Whether the losses of eight samples, of their halves and of their quarters have one sum; means do not."""
+    with contextlib.suppress(Exception), kept_random_numbers(device), torch.no_grad():  # training tells what is wrong
+        trainer, sums = Trainer(task, device, precision), list[float]()
+        with in_eval_mode(trainer.model):
+            for parts in (1, 2, 4):
+                batches = list(itertools.islice(_batches(task, 8 // parts, ALONE), parts))
+                with trainer.precision.autocast():
+                    sums.append(sum(float(task.loss(trainer.model, move(batch, device))) for _, batch in batches))
+        return len(batches) > 1 and 0 < min(sums) >= max(sums) / _ALIKE
+    return False
 
 
 def _only_val_loss(metric: str, task: Task) -> UsageError:
