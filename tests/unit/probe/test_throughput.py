@@ -79,7 +79,7 @@ class BusyMachine(FakeChild, Observer):
     """A child whose steps take 0.01 s and 0.001 s a sample, times what other programs make of it, call by call."""
 
     def __init__(self, *slower):
-        self.slower, self.asked, self.notes = list(slower), [], []
+        self.slower, self.asked, self.notes, self.told = list(slower), [], [], []
 
     def answer(self, command, *, timeout, batch_size, **_):
         self.asked.append(batch_size)
@@ -92,6 +92,9 @@ class BusyMachine(FakeChild, Observer):
 
     def note(self, text):
         self.notes.append(text)
+
+    def throughput(self, point):
+        self.told.append((point.batch_size, round(point.step_seconds, 6)))
 
     def curve(self, sizes=(8, 32, 128), within=None):
         points = []
@@ -107,12 +110,14 @@ class TestTiming:
         machine = BusyMachine()
         assert machine.curve() == self.QUIET
         assert machine.asked == [8, 32, 128]
+        assert machine.told == list(self.QUIET.items())
 
     def test_sizes_that_others_disturbed_are_timed_again_in_turn_and_the_least_time_counts(self):
         machine = BusyMachine(2.0, 1.0, 3.0, 1.5, 1.0)
         assert machine.curve() == self.QUIET
         assert machine.asked == [8, 32, 128, 8, 128, 8]
         assert not machine.notes
+        assert machine.told == [(8, 0.036), (32, 0.042), (128, 0.414), (8, 0.018), (128, 0.138)]
 
     def test_two_least_times_that_agree_are_enough(self):
         machine = BusyMachine(1.6, 1.0, 1.0, 1.62)
