@@ -162,7 +162,7 @@ class StudyBudget:
         if runs >= FEWEST_RUNS:
             return told
         unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"
-        return f"{told}: too little for a search{unless}; budget.total={self.enough()} is enough"
+        return f"{told}: too little for a search{unless}; budget.total={self.enough()} should be enough"
 
     def enough(self) -> str:
         """A budget.total that has room for a search, as people write it."""
