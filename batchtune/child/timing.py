@@ -33,6 +33,10 @@ HELD_UP = 0.05  # of a stretch spent waiting for a processor: whatever is slower
 _REMEMBERED = 200  # stretches
 _FORWARD: Callable[..., int] = flop_counter.sdpa_flop_count
 _BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
+_ON_CPU = {  # attention there, which torch's table lacks
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: _FORWARD(*shapes[:3]),  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: _BACKWARD(*shapes[:4]),  # noqa: SLF001
+}
 _PRECISION = 0.01  # standard error of a median step, as a share of it, that is small enough
 _LOOK_SECONDS, _LEAST_STEPS = 0.25, 16  # between two looks whether it is: a slow spell of the machine lasts as long
 
@@ -259,7 +263,7 @@ def count_flops(work: Callable[[], object]) -> Counter[str] | None:
         with (
             warnings.catch_warnings(),
             eager,
-            flop_counter.FlopCounterMode(display=False, custom_mapping=_more()) as counter,
+            flop_counter.FlopCounterMode(display=False, custom_mapping=_ON_CPU) as counter,
         ):
             warnings.simplefilter("ignore")  # compiled modules do not like to be watched
             work()
@@ -268,13 +272,3 @@ def count_flops(work: Callable[[], object]) -> Counter[str] | None:
     counts = counter.get_flop_counts().get("Global", {})
     found = Counter({str(operator): count for operator, count in counts.items()})
     return found if found.total() else None
-
-
-def _more() -> dict[object, Callable[..., object]]:
-    """Attention on the CPU, which torch's table lacks."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    counts = {
-        name: lambda *shapes, **_: _FORWARD(*shapes[:3]),
-        f"{name}_backward": lambda *shapes, **_: _BACKWARD(*shapes[:4]),
-    }
-    return {getattr(torch.ops.aten, each): count for each, count in counts.items() if hasattr(torch.ops.aten, each)}

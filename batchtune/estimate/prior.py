@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import find_gpu
@@ -124,21 +125,12 @@ class EstimatePrior:
 
         After `timeout` seconds the user's code hangs.
         """
-        limit = opened.memory_limit_bytes
-        if not limit or self._left <= 0 or not opened.device.startswith("cuda"):
+        if not opened.memory_limit_bytes or self._left <= 0 or not opened.device.startswith("cuda"):
             return None
         if self._lengths is not None:  # of another precision
             self._lengths.peaks()
-        command = commands.ExpectMemory(
-            task=self._task,
-            precision=precision,
-            accumulation_steps=accumulation_steps,
-            memory_limit=limit,
-            samples=opened.samples,
-            lengths_seen=opened.lengths,
-            gpu=_gpu(opened.environment.device),
-            inference=opened.is_for_inference,
-        )
+        about = self._about(opened, precision, accumulation_steps)
+        command = commands.ExpectMemory(**about, inference=opened.is_for_inference)
         seconds = min(timeout, self._left)
         found, left = _asked(self._worker, command, seconds, self._starting)
         self._left -= seconds - left
@@ -152,28 +144,27 @@ class EstimatePrior:
         self, opened: Opened, precision: str, accumulation_steps: int, lengths: AskedLengths
     ) -> LengthsPrior:
         """Begins to trace all lengths that were asked for, once `look` has an answer; the others are its arguments."""
-        command = commands.ExpectLengths(
-            task=self._task,
-            precision=precision,
-            accumulation_steps=accumulation_steps,
-            samples=opened.samples,
-            lengths=lengths,
-            lengths_seen=opened.lengths,
-            gpu=_gpu(opened.environment.device),
-            memory_limit=opened.memory_limit_bytes or 0,
-        )
+        command = commands.ExpectLengths(**self._about(opened, precision, accumulation_steps), lengths=lengths)
         self._lengths = LengthsPrior(self._worker, command, self._observer)
         return self._lengths
+
+    def _about(self, opened: Opened, precision: str, accumulation_steps: int) -> dict[str, Any]:
+        """What is asked about: the task, and the device that the probe's child has opened."""
+        gpu = commands.GpuFacts()
+        with contextlib.suppress(UsageError):  # the catalogue lacks it
+            gpu = facts_of(find_gpu(opened.environment.device))
+        return {
+            "task": self._task,
+            "precision": precision,
+            "accumulation_steps": accumulation_steps,
+            "samples": opened.samples,
+            "lengths_seen": opened.lengths,
+            "gpu": gpu,
+            "memory_limit": opened.memory_limit_bytes or 0,
+        }
 
     def _start(self) -> None:
         try:
             self._worker.call(commands.LoadTracer(), timeout=TRACE_SECONDS)
         except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
             self._worker.close()
-
-
-def _gpu(device_name: str) -> commands.GpuFacts:
-    try:
-        return facts_of(find_gpu(device_name))
-    except UsageError:
-        return commands.GpuFacts()

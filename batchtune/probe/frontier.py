@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
@@ -30,20 +29,6 @@ _FORESEEN = 0.02  # of a measured peak: an estimate that is off by less at every
 
 Tried = Mapping[Length, Sequence[Attempt]]  # the longest length first
 Estimates = Mapping[Length, PeakEstimate]
-
-
-class LengthsAhead(Protocol):
-    """What traces say of all lengths."""
-
-    @property
-    def replays(self) -> bool:
-        """Whether `fails_in` has an answer."""
-
-    def peaks(self) -> Mapping[Length, PeakEstimate]:
-        """What to expect of each; waits for it."""
-
-    def fails_in(self, sizes: Mapping[Length, int], capacity_bytes: int) -> int | None:
-        """The first order in which batches of all do not train one after another; None where they do in all."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from batchtune.document import Attempt
 from batchtune.errors import UserCodeError
+from batchtune.estimate.prior import LengthsPrior
 from batchtune.lengths.buckets import lengths_of
 from batchtune.lengths.mixing import Replay, check_lengths
 from batchtune.lengths.orders import mixed, orders_of
 from batchtune.observer import Observer
 from batchtune.probe.final_check import steps_to_verify
-from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
+from batchtune.probe.frontier import largest_batches, next_attempt, replayed_capacity
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.tries import Tries
 from batchtune.vocabulary import Length, length_text
@@ -30,7 +31,7 @@ class LengthSearch:
         self._tries, self._observer, self._prior = tries, observer, prior
         self._found, self._options = tries.found, tries.found.options
 
-    def run(self, ahead: LengthsAhead | None) -> None:
+    def run(self, ahead: LengthsPrior | None) -> None:
         """Searches at each length below the longest, which is known, and checks all together.
 
         Raises:
@@ -45,7 +46,7 @@ class LengthSearch:
         self._search(estimates)
         self._check(self._replay(ahead, estimates))
 
-    def _replay(self, ahead: LengthsAhead | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
+    def _replay(self, ahead: LengthsPrior | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
         """What says which batches train one after another; None where it would not tell of this training."""
         capacity = replayed_capacity(self._found.lengths, estimates, self._found.limit)
         if ahead is None or not ahead.replays or capacity is None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
+from batchtune.estimate.prior import LengthsPrior
 from batchtune.observer import Observer
 from batchtune.probe import final_check
-from batchtune.probe.frontier import LengthsAhead
 from batchtune.probe.lengths import LengthSearch
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
@@ -58,7 +58,7 @@ class Probe:
         self.time_steps()
         return self.result()
 
-    def find(self, ahead: LengthsAhead | None = None) -> None:
+    def find(self, ahead: LengthsPrior | None = None) -> None:
         """Searches, and checks the answer in a fresh process, which has given its tensors back when this returns.
 
         Args:

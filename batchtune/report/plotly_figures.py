@@ -6,9 +6,11 @@ import html
 import math
 import textwrap
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from batchtune.report.theme import (
     ABOVE,
@@ -28,6 +30,7 @@ from batchtune.report.view.figure import Axis, AxisScale, Field, Plot, Scale, Se
 _SHADES = [[share, LIGHT[name]] for share, name in SHADES]
 _BESIDE = 18  # characters of the name of a low figure's axis
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_GAP = 0.12  # between figures, as a share of the height of one
 _MOST_TICKS = 8
 _TICKS = {"size": 11.5, "color": LIGHT["muted"]}
 _BESIDE_POINTS = {"size": 11, "color": LIGHT["muted"]}
@@ -40,6 +43,7 @@ def draw(plot: Plot) -> go.Figure:
     named = any(each.name for each in plot.series) or plot.field is not None
     shown = _layout(label(plot.title), _height(plot)) | {"showlegend": named}
     traces: list[_Properties] = []
+    places = _places(len(rows))
     for row, each in enumerate(rows):
         which = str(row + 1) if row else ""
         xs, ys = ([point[at] for series in each.series for point in series.drawn] for at in (0, 1))
@@ -48,9 +52,8 @@ def draw(plot: Plot) -> go.Figure:
         traces += [trace | {"xaxis": f"x{which}", "yaxis": f"y{which}"} for trace in drawn]
         below = label(each.x.title) if row == len(rows) - 1 else ""
         beside = _lines(each.y.title, _BESIDE) if plot.below else label(each.y.title)
-        shown[f"xaxis{which}"] = _axis(each.x, xs, RIGHT, below) | _across(row, len(rows))
-        place = {"anchor": f"x{which}", "domain": _heights(row, len(rows))}
-        shown[f"yaxis{which}"] = _axis(each.y, ys, ABOVE, beside) | place
+        shown[f"xaxis{which}"] = _axis(each.x, xs, RIGHT, below) | places[f"xaxis{which}"]
+        shown[f"yaxis{which}"] = _axis(each.y, ys, ABOVE, beside) | places[f"yaxis{which}"]
     if plot.note:
         note = {"text": f"↑ {label(plot.note)}", "showarrow": False, "font": {"color": LIGHT["muted"]}}
         corner = {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top"}
@@ -58,18 +61,10 @@ def draw(plot: Plot) -> go.Figure:
     return go.Figure(data=traces, layout=shown)
 
 
-def _across(row: int, rows: int) -> _Properties:
-    """The x axis of a row: all of them run alike, and the lowest is labelled."""
-    above = {"matches": f"x{rows}", "showticklabels": False} if row < rows - 1 else {}
-    return {"anchor": f"y{row + 1}" if row else "y", "domain": [0.0, 1.0]} | above
-
-
-def _heights(row: int, rows: int) -> list[float]:
-    """Where a row begins and ends, counted from the bottom of the figure."""
-    gap = 0.12 / rows
-    height = (1 - gap * (rows - 1)) / rows
-    bottom = (rows - 1 - row) * (height + gap)
-    return [bottom, min(bottom + height, 1.0)]
+@cache
+def _places(rows: int) -> _Properties:
+    """Where axes stand that share theirs across, with labels under the lowest; plotly takes long to say it."""
+    return dict(make_subplots(rows, shared_xaxes=True, vertical_spacing=_GAP / rows).layout.to_plotly_json())
 
 
 def _height(plot: Plot) -> int:

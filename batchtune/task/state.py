@@ -1,4 +1,4 @@
-"""State that is left as it was: random numbers, and what a step of the user's trains; modules of fake tensors."""
+"""State that is left as it was: random numbers, what a step of the user's trains; modules of fakes, what is written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from batchtune.errors import DeviceError, UsageError, kind_of
 
@@ -71,6 +73,7 @@ def kept_random_numbers(device: torch.device | str) -> Iterator[None]:
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _DEEPEST = 3  # functions that a step calls, containers in what they use
 _LARGEST = 64  # container that is looked into
 
@@ -213,3 +216,16 @@ def _as_parameter(moved: Tensor, original: nn.Parameter) -> nn.Parameter:
         if not hasattr(parameter, name):
             setattr(parameter, name, value)
     return parameter
+
+
+def makes_room_only(func: OpOverload) -> bool:
+    """Whether an operator makes memory and writes nothing to it."""
+    return func.overloadpacket.__name__ in _EMPTY
+
+
+def written_to(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors that an operator writes to in place, by its schema."""
+    arguments = func._schema.arguments  # noqa: SLF001
+    named = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
+    places = [named.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in tree_leaves(places) if isinstance(each, Tensor)]

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.errors import UserCodeError
-from batchtune.task.state import modules_of_fakes, random_numbers
+from batchtune.task.state import makes_room_only, modules_of_fakes, random_numbers, written_to
 
 Fill: TypeAlias = Callable[[nn.Module], None]
 """Gives a module, and what is in it, its weights, buffers and other tensors."""
 _FILLS = {f"{name}_" for name in ("uniform", "normal", "random", "exponential", "log_normal", "cauchy", "geometric")}
 _DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", *_FILLS, "bernoulli_"}
 _OVERWRITES = {"zero_", "fill_", "copy_", "bernoulli_", *_FILLS}
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NO_TENSORS = (torch.NumberType, torch.BoolType, torch.IntType, torch.FloatType)
 _LARGE_BYTES = 2**18
 _OF_MODULES = set(vars(nn.Module()))
@@ -190,7 +189,10 @@ class _Recording(TorchDispatchMode):
             with _disable_current_modes():  # a value is read
                 return _Step(func, places, named).run(self._now)[0]
         found = func(*args, **kwargs)
-        into = [self._place(each) for each in _written(func, args, kwargs)]
+        written = written_to(func, args, kwargs)
+        if len(written) > 1 or not all(isinstance(each, FakeTensor) for each in written):
+            raise _CannotDeferError
+        into = [self._place(each) for each in written]
         given = {each.storage for each in tree_leaves((places, named)) if isinstance(each, _Place)}
         results = [each if isinstance(each, Tensor) else None for each in tree_leaves(found)]
         made = {
@@ -236,7 +238,7 @@ class _Recording(TorchDispatchMode):
         contents = _room(self._storages[storage].nbytes())
         for number in numbers[numbers.index(first) :]:
             step = self._steps[number]
-            if step.func.overloadpacket.__name__ in _EMPTY:
+            if makes_room_only(step.func):
                 continue
 
             def real(place: _Place, number: int = number) -> Tensor:
@@ -255,18 +257,6 @@ def _room(size_bytes: int) -> torch.UntypedStorage:
     if size_bytes < _LARGE_BYTES:
         return torch.UntypedStorage(size_bytes)
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8).untyped_storage()
-
-
-def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """What an operator writes to in place: one fake tensor at most."""
-    found = []
-    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-    if len(found) > 1 or not all(isinstance(each, FakeTensor) for each in found):
-        raise _CannotDeferError
-    return found
 
 
 def _replace(model: nn.Module, by: Callable[[Tensor], Tensor]) -> None:

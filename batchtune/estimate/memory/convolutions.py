@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._meta_registrations import calc_conv_nd_return_shape
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
@@ -53,7 +54,8 @@ def _by_torchs_depthwise(tensor: Tensor, weight: Tensor, groups: int, *, transpo
 def _forward(args: Arguments) -> Steps:
     """The input copied to the format before the result is made, the weight after (cudnn_convolution)."""
     tensor, weight, _, stride, padding, dilation, transposed, more, groups = args[:9]
-    result = _result(tensor.shape, weight.shape, (stride, padding, dilation, more), groups, transposed=transposed)
+    how = (stride, padding, dilation, transposed, groups)
+    result = calc_conv_nd_return_shape(tensor, weight, *how, more if transposed else None)
     line = contiguous(tensor) if tensor.dim() == _LINE else ()  # "avoid accidentally going through NHWC"
     tensor = tensor.contiguous() if line else tensor
     tensor, weight = _in_two_dimensions(tensor), _in_two_dimensions(weight)
@@ -95,24 +97,6 @@ def _backward(args: Arguments) -> Steps:
     if mask[_WEIGHT]:
         halves.append((*again, _WEIGHT, of_weight))
     return ((*line, (*before, *first, *halves), *sums),)
-
-
-def _result(
-    image: Sequence[int], weight: Sequence[int], how: Sequence[Sequence[int]], groups: int, *, transposed: bool
-) -> list[int]:
-    """Shape of a convolution's result; `how` is stride, padding, dilation and what a transposed one adds.
-
-    Each of these has a number for each side, or one for all.
-    """
-    count, sides = len(image) - 2, []
-    every = [each if len(each) == count else [each[0]] * count for each in how]
-    for side, kernel, stride, padding, dilation, more in zip(image[2:], weight[2:], *every, strict=True):
-        reach = dilation * (kernel - 1) + 1
-        if transposed:
-            sides.append((side - 1) * stride - 2 * padding + reach + more)
-        else:
-            sides.append((side + 2 * padding - reach) // stride + 1)
-    return [image[0], weight[1] * groups if transposed else weight[0], *sides]
 
 
 def _workspaces(

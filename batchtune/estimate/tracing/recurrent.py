@@ -157,16 +157,6 @@ def _gradients(*args: Any) -> Made:
 
 
 def _buffer(weights: Sequence[Tensor], per_layer: int, _: int, *how: Any) -> Tensor:
-    mode, hidden, projected, count, batch_first, is_bidirectional = how
-    layers = Layers(
-        mode,
-        hidden,
-        projected,
-        count,
-        batch_first,
-        0.0,
-        is_training=True,
-        is_bidirectional=is_bidirectional,
-        batch_sizes=(),
-    )
+    *sizes, is_bidirectional = how
+    layers = Layers._make((*sizes, 0.0, True, is_bidirectional, ()))  # no dropout, in training, nothing packed
     return weights[0].new_empty(buffer_elements(weights, per_layer, layers))

@@ -29,11 +29,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.estimate.memory.events import Arguments, Assumption, Trace
 from batchtune.task.contract import describe_user_error, short_path
+from batchtune.task.state import makes_room_only, written_to
 
 aten = torch.ops.aten
 Operands: TypeAlias = tuple[Arguments, Mapping[str, object]]  # an operator's arguments and keyword arguments
 _VALUES_KEPT = 1 << 17  # elements up to which a tensor's values are calculated for real
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
 _ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -168,8 +168,8 @@ class Values:
         touched = [*inputs, *outputs]
         small = all(each.device.type in self._calculated and each.numel() <= _VALUES_KEPT for each in touched)
         known = small and all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
-        if not touched or not known or torch.Tag.nondeterministic_seeded in func.tags or _leaves_as_it_was(func):
-            for each in [*_written(func, args, kwargs), *outputs]:
+        if not touched or not known or torch.Tag.nondeterministic_seeded in func.tags or makes_room_only(func):
+            for each in [*written_to(func, args, kwargs), *outputs]:
                 self._values.pop(each, None)
             return
         real_args, real_kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
@@ -207,19 +207,6 @@ class Values:
 
 def _layouts(args: Arguments) -> list[torch.layout]:
     return [each.layout for each in args if isinstance(each, Tensor)]
-
-
-def _leaves_as_it_was(func: OpOverload) -> bool:
-    """Whether it makes memory and writes nothing to it."""
-    return func.overloadpacket._qualified_op_name.partition("::")[2] in _EMPTY  # noqa: SLF001
-
-
-def _written(func: OpOverload, args: Arguments, kwargs: Mapping[str, object]) -> list[Tensor]:
-    """The arguments that an operator writes to, by its schema."""
-    arguments = func._schema.arguments  # noqa: SLF001
-    named = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
-    places = [named.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [each for each in tree_leaves(places) if isinstance(each, Tensor)]
 
 
 def place_outside_torch(frame: FrameType | None) -> str | None:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,25 +18,9 @@ from batchtune.errors import UsageError
 from batchtune.task.adapting.plateau import OnPlateau
 
 LightningModule: TypeAlias = Any  # Lightning is no dependency, so its types are not looked at
+SchedulerConfig: TypeAlias = Any  # its LRSchedulerConfig: a scheduler and when it steps, as its parser has it
+Metric: TypeAlias = Any  # what is computed over an epoch, such as a torchmetrics.Metric
 _REDUCTIONS = ("mean", "sum", "max", "min")
-
-
-class SchedulerConfig(Protocol):
-    """A scheduler and when it steps, as Lightning's parser of `configure_optimizers` has it."""
-
-    scheduler: Any
-    interval: str
-    frequency: int
-    reduce_on_plateau: bool
-    monitor: str | None
-
-
-class Metric(Protocol):
-    """What is computed over an epoch, such as a torchmetrics.Metric."""
-
-    def compute(self) -> Tensor | float: ...
-
-    def reset(self) -> object: ...
 
 
 class NotInTrainerError(UsageError, AttributeError):

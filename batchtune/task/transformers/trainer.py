@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,6 @@ from batchtune.protocol.data import CurrentSettings, TrainingLength
 from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loader_parts, real_copy, set_learning_rate
 from batchtune.task.adapting.plateau import OnPlateau
 
-Arguments = TypeVar("Arguments")
 HuggingFaceTrainer: TypeAlias = Any  # Transformers is no dependency, so its types are not looked at
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULES = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
