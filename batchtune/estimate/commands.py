@@ -103,12 +103,10 @@ class Traced(Message):
 
     Attributes:
         details: the peak at the largest size.
-        has_softmax: fp16 takes less than bf16 (see `batchtune.estimate.run`).
     """
 
     gpus: list[Row]
     details: list[MemoryDetail]
-    has_softmax: bool
 
 
 class EstimateMemory(Tracing, Command[Traced | Refusal]):

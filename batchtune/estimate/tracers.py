@@ -32,20 +32,18 @@ class Answered:
         refusal: why it says nothing; None where it does.
         rows: by the GPUs' names.
         detail: the peak at the largest size.
-        has_softmax: as in `Traced`.
         remedies: what would help, by the names of GPUs on which nothing fits.
     """
 
     refusal: Refusal | None
     rows: dict[str, Row] = field(default_factory=dict)
     detail: MemoryDetail | None = None
-    has_softmax: bool = False
     remedies: dict[str, list[Remedy]] = field(default_factory=dict)
 
 
 def ask_tracers(
     jobs: Sequence[str],
-    answer: Callable[[Worker, str], dict[str, Answered]],
+    answer: Callable[[Worker, str], Answered],
     observer: Observer,
     *,
     seconds: float,
@@ -64,7 +62,7 @@ def ask_tracers(
     stopping, workers, started = threading.Event(), list[Worker](), time.monotonic()
     shares = dict.fromkeys(jobs, 0.0)
 
-    def work(job: str) -> dict[str, Answered]:
+    def work(job: str) -> Answered:
         launcher = LocalLauncher(observer.printed, program=PROGRAM)
         with Worker(None, launcher, stopping=stopping, progress=partial(shares.__setitem__, job)) as worker:
             workers.append(worker)
@@ -89,7 +87,7 @@ def ask_tracers(
         error = future.exception()
         if error is not None and not isinstance(error, RunInterrupted):
             raise error
-        found |= {job: Answered(Refusal(refused=_too_long(seconds, shares[job])))} if error else future.result()
+        found[job] = Answered(Refusal(refused=_too_long(seconds, shares[job]))) if error else future.result()
     return found
 
 
@@ -111,7 +109,7 @@ def ask(worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], dead
     if isinstance(found, Refusal):
         return Answered(found)
     rows = dict(zip((gpu.name for gpu in gpus), found.gpus, strict=True))
-    answered = Answered(None, rows, found.details[0], has_softmax=found.has_softmax)
+    answered = Answered(None, rows, found.details[0])
     hopeless = [gpu for gpu in gpus if not rows[gpu.name].max_batch_size]
     for name, changes in _remedies(question) if hopeless else ():
         try:

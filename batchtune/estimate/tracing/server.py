@@ -82,9 +82,8 @@ def _estimated(
         rows.append(row)
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
-    has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
     details = [answers.detail(mixture.longest, largest or 1, asked.precision)]
-    return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
+    return commands.Traced(gpus=rows, details=details)
 
 
 def _expected(asked: commands.ExpectMemory, tracer: Tracer) -> commands.TaskEstimate | commands.Refusal:

@@ -113,7 +113,7 @@ def test_the_first_ctrl_c_ends_an_estimate_at_once(cli, all_gone):
             4,
             "nothing could be estimated: refused.py:",
         ),
-        ("raise KeyError('label')", 3, "compute_loss raised KeyError in a bf16 step of batch size 3: refused.py:"),
+        ("raise KeyError('label')", 3, "compute_loss raised KeyError in a fp16 step of batch size 3: refused.py:"),
     ],
     ids=["needs data", "fails with data too"],
 )

@@ -100,29 +100,51 @@ def test_what_would_make_the_longest_inputs_fit_is_traced_with_batches_of_that_l
     assert "with activation checkpointing of its repeated blocks: " in note
 
 
-def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_path):
+def test_each_precision_has_a_detail_of_its_largest_batch(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
     run = estimate_task(EstimateMemory(task=str(path)), [old, Gpu()], ["auto"])
     assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
     assert not any("emulated" in note for each in run.estimates for note in each.notes)
-    (detail,) = run.details
-    assert (detail.precision, detail.batch_size) == ("bf16", run.estimates[1].max_batch_size)
+    assert [(each.precision, each.batch_size) for each in run.details] == [
+        (row.precision, row.max_batch_size) for row in run.estimates
+    ]
 
 
-def test_a_softmax_is_traced_at_both_half_precisions(tmp_path):
+SCORES = """
+import torch
+
+def build_model():
+    return torch.nn.Linear(64, 4000)
+
+def make_batch(size):
+    return torch.randn(size, 64)
+
+def compute_loss(model, batch):
+    scores = model(batch)
+    return FORMULA[:, 0].mean()
+"""
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "torch.softmax(scores, -1)",  # CUDA casts fp16 alone as it goes
+        "torch.log_softmax(scores, -1)",
+        "(scores if scores.dtype == torch.float16 else scores.float().square())",
+    ],
+)
+def test_fp16_takes_what_it_takes_alone_whatever_else_is_asked_about(tmp_path, formula):
     path = tmp_path / "scores.py"
-    path.write_text(
-        TASK.replace("nn.ReLU()", "nn.Softmax(-1)").replace("(1024, 4096)", "(1024, 8192)").replace("(4096,", "(8192,")
-    )
-    run = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["bf16", "fp16"])
-    bf16, fp16 = run.details
-    assert [bf16.precision, fp16.precision] == ["bf16", "fp16"]
-    each = [detail.peak_allocated_bytes / detail.batch_size for detail in (bf16, fp16)]
-    assert 1.1 * each[1] < each[0]  # at fp16, CUDA's softmax casts as it goes
-    (alone,) = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["fp16"]).estimates
-    assert alone.max_batch_size == run.estimates[1].max_batch_size
+    path.write_text(SCORES.replace("FORMULA", formula))
+    question = EstimateMemory(task=str(path))
+    run = estimate_task(question, [Gpu()], ["bf16", "fp16"])
+    assert [detail.precision for detail in run.details] == ["bf16", "fp16"]
+    bf16, fp16 = (detail.peak_allocated_bytes / detail.batch_size for detail in run.details)
+    assert 1.1 * fp16 < bf16
+    (alone,) = estimate_task(question, [Gpu()], ["fp16"]).estimates
+    assert alone == run.estimates[1]
 
 
 def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
