@@ -28,10 +28,12 @@ class Refusal(Message):
 
     Attributes:
         frames: of the user's code, where that fails as it would in training.
+        instead: the precision that it trains in, where the one asked for is the reason.
     """
 
     refused: str
     frames: str | None = None
+    instead: str | None = None
 
 
 class GpuFacts(Message):

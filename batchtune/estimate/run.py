@@ -164,14 +164,15 @@ def estimate_task(
 
     def answer(worker: Worker, traced: str) -> Answered:
         facts = {gpu.name: facts_of(gpu) for gpu, name in wanted if alike[name] == traced}
-        return ask(worker, question.but(precision=traced), list(facts.values()), deadline)
+        may_change = traced not in precisions  # where the user has named it, they are told that it does not train
+        return ask(worker, question.but(precision=traced), list(facts.values()), deadline, may_change=may_change)
 
     jobs = list(dict.fromkeys(alike.values()))
     answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout)
     estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
     asked_as = {traced: name for name, traced in reversed(alike.items())}  # the first of those that are traced alike
     details = [
-        each.detail.model_copy(update={"precision": asked_as[name]})
+        each.detail.model_copy(update={"precision": each.instead or asked_as[name]})
         for name, each in answers.items()
         if each.detail is not None
     ]
@@ -200,6 +201,7 @@ def choose(gpu: Gpu) -> str:
 
 
 def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory) -> Estimate:
+    precision = answer.instead or precision
     known = Estimate(
         gpu=gpu.name, memory_bytes=gpu.memory_bytes, precision=precision, inference=question.inference or None
     )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchtune.device.gpus import Gpu
@@ -33,12 +33,14 @@ class Answered:
         rows: by the GPUs' names.
         detail: the peak at the largest size.
         remedies: what would help, by the names of GPUs on which nothing fits.
+        instead: the precision that was traced in the place of the one asked for; None: that one.
     """
 
     refusal: Refusal | None
     rows: dict[str, Row] = field(default_factory=dict)
     detail: MemoryDetail | None = None
     remedies: dict[str, list[Remedy]] = field(default_factory=dict)
+    instead: str | None = None
 
 
 def ask_tracers(
@@ -98,14 +100,24 @@ def _too_long(seconds: float, share: float) -> str:
     )
 
 
-def ask(worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float) -> Answered:
-    """Asks a child about GPUs, and about what would help where nothing fits, until a time of the monotonic clock."""
+def ask(
+    worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float, *, may_change: bool = False
+) -> Answered:
+    """Asks a child about GPUs, and about what would help where nothing fits, until a time of the monotonic clock.
+
+    Where the step does not train at the precision asked about, and that may change, it asks about one at which it does.
+    """
 
     def call(some: Sequence[GpuFacts], **changes: object) -> Traced | Refusal:
         left = max(0.0, deadline - time.monotonic())
         return worker.call(question.but(gpus=tuple(some), seconds=left, **changes), timeout=left + _DYING_SECONDS)
 
     found = call(gpus)
+    if isinstance(found, Refusal) and found.instead and may_change:
+        again = ask(worker, question.but(precision=found.instead), gpus, deadline)
+        why = f"{found.instead} and not {question.precision}: {found.refused.partition(';')[0]}"
+        rows = {name: row.but(notes=[why, *row.notes]) for name, row in again.rows.items()}
+        return replace(again, rows=rows, instead=found.instead)
     if isinstance(found, Refusal):
         return Answered(found)
     rows = dict(zip((gpu.name for gpu in gpus), found.gpus, strict=True))

@@ -147,6 +147,38 @@ def test_fp16_takes_what_it_takes_alone_whatever_else_is_asked_about(tmp_path, f
     assert alone == run.estimates[1]
 
 
+BY_CLOSURE = """
+def build_optimizer(model, lr):
+    return torch.optim.LBFGS(model.parameters(), lr=lr)
+
+def train_step(model, batch, optimizer, context):
+    def closure():
+        optimizer.zero_grad()
+        loss = compute_loss(model, batch)
+        context.backward(loss)
+        return loss
+    return context.step(optimizer, closure)
+"""
+
+
+def test_where_fp16_does_not_train_a_gpu_without_bf16_is_estimated_at_fp32_unless_fp16_was_asked_for(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK + BY_CLOSURE)
+    old = Gpu("T4", generation="Turing", compute_capability=(7, 5), tflops={"fp32": 8.1})
+    question, why = (
+        EstimateMemory(task=str(path)),
+        "fp16's loss scale does not go with an optimizer stepped with a closure",
+    )
+    run = estimate_task(question, [old, Gpu()], ["auto"])
+    assert [(each.gpu, each.precision) for each in run.estimates] == [("T4", "fp32"), ("A100", "bf16")]
+    assert [any(why in note for note in each.notes) for each in run.estimates] == [True, False]
+    assert [each.precision for each in run.details] == ["fp32", "bf16"]
+    assert run.estimates[0].max_batch_size == estimate_task(question, [old], ["fp32"]).estimates[0].max_batch_size
+    refused = estimate_task(question, [old, Gpu()], ["fp16", "bf16"])
+    assert [each.confidence == "refused" for each in refused.estimates] == [True, False, True, False]
+    assert str(estimate_task(question, [old], ["fp16"]).refusal) == f"{why}; use bf16 or fp32"
+
+
 def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
