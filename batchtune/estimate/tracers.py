@@ -94,10 +94,8 @@ def ask_tracers(
 
 
 def _too_long(seconds: float, share: float) -> str:
-    return (
-        f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer, and a "
-        "loop in Python over samples or time steps, or many --lengths, may be what takes it so long"
-    )
+    why = "" if share else "; a loop in Python over samples or time steps may be what takes it so long"
+    return f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer{why}"
 
 
 def ask(
