@@ -79,12 +79,12 @@ def _estimated(
         searches = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
         cut = dict.fromkeys(note for grid in grids for note in grid.notes)  # larger sizes took long to trace
         row = answers.row_of(searches, capacity, sure, [*tracer.warnings, *cut])
-        if tracer.samples is not None and row.max_batch_size > tracer.samples:
-            larger = f"train_dataset has {tracer.samples:,} samples: training makes no larger batches"
-            row = row.but(notes=[*row.notes, larger])
         rows.append(row)
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
+    if few := tracer.too_few(largest):
+        told = f"{few[0]} has {few[1]:,} samples: training makes no larger batches"
+        rows = [row.but(notes=[*row.notes, told]) if row.max_batch_size > few[1] else row for row in rows]
     details = [answers.detail(mixture.longest, largest or 1, asked.precision)]
     return commands.Traced(gpus=rows, details=details)
 

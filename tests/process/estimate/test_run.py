@@ -48,13 +48,28 @@ class Gpu:
     board_power_watts: int | None = 400
 
 
-def test_a_batch_that_the_training_set_does_not_hold_is_told(tmp_path):
-    path, own = tmp_path / "mlp.py", "def train_dataset():\n    return [torch.randn(64, 1024)] * 200\n"
+LOADER = """
+def train_loader(size):
+    samples = torch.randn(200, 64, 1024)
+    samples[:: 400 // size]  # which refuses sizes above 400 in words of its own
+    return [samples[at : at + size] for at in range(0, 201 - size, size)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "which"),
+    [
+        ("def train_dataset():\n    return [torch.randn(64, 1024)] * 200\n", "train_dataset"),
+        (LOADER, "an epoch of train_loader"),
+    ],
+)
+def test_a_batch_that_the_training_set_does_not_hold_is_told(tmp_path, own, which):
+    path = tmp_path / "mlp.py"
     path.write_text(TASK.replace("def make_batch(size):\n    return torch.randn(size, 64, 1024)\n", own))
     gpus = [Gpu("small", capacity_bytes=900 * MIB), Gpu("large")]
     small, large = estimate_task(EstimateMemory(task=str(path)), gpus, ["fp32"]).estimates
     assert small.max_batch_size <= 200 < large.max_batch_size
-    note = "train_dataset has 200 samples: training makes no larger batches"
+    note = f"{which} has 200 samples: training makes no larger batches"
     assert (note in small.notes, note in large.notes) == (False, True)
 
 
