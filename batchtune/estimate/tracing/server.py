@@ -16,6 +16,7 @@ from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing import answers
 from batchtune.protocol.messages import Answer, AnyCommand, Channel, move_standard_streams
+from batchtune.vocabulary import NO_LARGER
 
 if TYPE_CHECKING:
     from batchtune.estimate.tracing.trace import Tracer
@@ -83,7 +84,7 @@ def _estimated(
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
     if few := tracer.too_few(largest):
-        told = f"{few[0]} has {few[1]:,} samples: training makes no larger batches"
+        told = f"{few[0]} has {few[1]:,} samples: {NO_LARGER}"
         rows = [row.but(notes=[*row.notes, told]) if row.max_batch_size > few[1] else row for row in rows]
     details = [answers.detail(mixture.longest, largest or 1, asked.precision)]
     return commands.Traced(gpus=rows, details=details)
