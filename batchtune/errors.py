@@ -116,6 +116,10 @@ class EpochTooShortError(UserCodeError):
         self.samples = samples
 
 
+class NoLossScaleError(UserCodeError):
+    """Optimizers are stepped in a way that fp16's loss scale does not go with; bf16 and fp32 have none."""
+
+
 class NothingFitsError(BatchtuneError):
     """No batch size fits in the memory limit, no trial of a study was usable, or nothing could be estimated."""
 

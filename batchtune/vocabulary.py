@@ -13,6 +13,8 @@ Goal = Literal["minimize", "maximize"]  # of the metric
 Kind = Literal["time_to_target", "energy_to_target", "best_metric"]  # of the objective
 Purpose = Literal["probe", "tune", "inference"]  # of a child: what the task is to do in it
 Outcome = Literal["fit", "oom", "kernel_limit", "crash", "timeout", "user_error"]  # of an attempt
+NO_LARGER = "training makes no larger batches"
+"""What an estimate's note ends with whose batch the training set does not hold."""
 LARGEST = 2**22  # samples of a batch: where estimates and searches without a maximum end
 FAILED = {"oom", "crash", "timeout", "user_error"}  # outcomes of trials that came to nothing
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches

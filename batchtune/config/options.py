@@ -20,8 +20,8 @@ from batchtune.errors import BatchtuneError, UsageError
 STEPS, TOLERANCE, VERIFY_STEPS, MARGIN = 3, 0.01, 20, 0.05
 TIMEOUT_SECONDS = 120.0
 TIMEOUT = f"{TIMEOUT_SECONDS:g}s"
-TRACE_SECONDS = 60.0
-TRACE_TIMEOUT = f"{TRACE_SECONDS:g}s"
+TRACE_SECONDS = 60.0  # for which a probe waits, which can do without
+TRACE_TIMEOUT = "3m"  # of estimate, which has nothing else to say
 _BY_COMMAND: ContextVar[bool] = ContextVar("_BY_COMMAND", default=False)
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -28,10 +28,12 @@ class Refusal(Message):
 
     Attributes:
         frames: of the user's code, where that fails as it would in training.
+        instead: the precision that it trains in, where the one asked for is the reason.
     """
 
     refused: str
     frames: str | None = None
+    instead: str | None = None
 
 
 class GpuFacts(Message):
@@ -103,12 +105,10 @@ class Traced(Message):
 
     Attributes:
         details: the peak at the largest size.
-        has_softmax: fp16 takes less than bf16 (see `batchtune.estimate.run`).
     """
 
     gpus: list[Row]
     details: list[MemoryDetail]
-    has_softmax: bool
 
 
 class EstimateMemory(Tracing, Command[Traced | Refusal]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.device.gpus import Gpu, all_gpus, gpus_called
@@ -21,9 +21,9 @@ from batchtune.units import size, typed_size
 from batchtune.vocabulary import AskedLengths
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-# TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
-# has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
-_TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
+# TF32 changes how matrix units multiply, not what is stored. fp16 and bf16 are not alike: CUDA casts fp16 alone inside
+# softmax and log_softmax, recurrent layers compute in fp16 whatever autocast has, and user code may tell them apart.
+_TRACED_AS = {"tf32": "fp32"}
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
 _ROOFLINE = (
@@ -160,31 +160,22 @@ def estimate_task(
             raise UsageError(f"--precision {name}: not one of {', '.join(PRECISIONS)} or auto")
     wanted = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
     alike = {name: _TRACED_AS.get(name, name) for _, name in wanted}
-    if "fp16" in alike and "bf16" not in alike:
-        alike["fp16"] = "fp16"
     deadline = time.monotonic() + timeout
 
-    def asked(worker: Worker, traced: str, names: Collection[str]) -> Answered:
-        facts = {gpu.name: facts_of(gpu) for gpu, name in wanted if name in names}
-        return ask(worker, question.but(precision=traced), list(facts.values()), deadline)
-
-    def answer(worker: Worker, traced: str) -> dict[str, Answered]:
-        names = [name for name, other in alike.items() if other == traced]
-        found = {traced: asked(worker, traced, names)}
-        if traced == "bf16" and "fp16" in names and found[traced].has_softmax:
-            found["fp16"] = asked(worker, "fp16", ["fp16"])
-        return found
+    def answer(worker: Worker, traced: str) -> Answered:
+        facts = {gpu.name: facts_of(gpu) for gpu, name in wanted if alike[name] == traced}
+        may_change = traced not in precisions  # where the user has named it, they are told that it does not train
+        return ask(worker, question.but(precision=traced), list(facts.values()), deadline, may_change=may_change)
 
     jobs = list(dict.fromkeys(alike.values()))
     answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout)
-    alike |= {name: name for name in alike if name in answers}
     estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
-    details = []
-    for name, each in answers.items():
-        if each.detail is not None:  # which goes by the precision at which the largest batch fits
-            rows = (row for row in estimates if alike[row.precision] == name)
-            roomiest = max(rows, key=lambda row: row.max_batch_size or 0)
-            details.append(each.detail.model_copy(update={"precision": roomiest.precision}))
+    asked_as = {traced: name for name, traced in reversed(alike.items())}  # the first of those that are traced alike
+    details = [
+        each.detail.model_copy(update={"precision": each.instead or asked_as[name]})
+        for name, each in answers.items()
+        if each.detail is not None
+    ]
     return EstimateRun(estimates, details, _refusal([each.refusal for each in answers.values()]))
 
 
@@ -210,6 +201,7 @@ def choose(gpu: Gpu) -> str:
 
 
 def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory) -> Estimate:
+    precision = answer.instead or precision
     known = Estimate(
         gpu=gpu.name, memory_bytes=gpu.memory_bytes, precision=precision, inference=question.inference or None
     )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchtune.device.gpus import Gpu
@@ -32,20 +32,20 @@ class Answered:
         refusal: why it says nothing; None where it does.
         rows: by the GPUs' names.
         detail: the peak at the largest size.
-        has_softmax: as in `Traced`.
         remedies: what would help, by the names of GPUs on which nothing fits.
+        instead: the precision that was traced in the place of the one asked for; None: that one.
     """
 
     refusal: Refusal | None
     rows: dict[str, Row] = field(default_factory=dict)
     detail: MemoryDetail | None = None
-    has_softmax: bool = False
     remedies: dict[str, list[Remedy]] = field(default_factory=dict)
+    instead: str | None = None
 
 
 def ask_tracers(
     jobs: Sequence[str],
-    answer: Callable[[Worker, str], dict[str, Answered]],
+    answer: Callable[[Worker, str], Answered],
     observer: Observer,
     *,
     seconds: float,
@@ -64,7 +64,7 @@ def ask_tracers(
     stopping, workers, started = threading.Event(), list[Worker](), time.monotonic()
     shares = dict.fromkeys(jobs, 0.0)
 
-    def work(job: str) -> dict[str, Answered]:
+    def work(job: str) -> Answered:
         launcher = LocalLauncher(observer.printed, program=PROGRAM)
         with Worker(None, launcher, stopping=stopping, progress=partial(shares.__setitem__, job)) as worker:
             workers.append(worker)
@@ -89,29 +89,37 @@ def ask_tracers(
         error = future.exception()
         if error is not None and not isinstance(error, RunInterrupted):
             raise error
-        found |= {job: Answered(Refusal(refused=_too_long(seconds, shares[job])))} if error else future.result()
+        found[job] = Answered(Refusal(refused=_too_long(seconds, shares[job]))) if error else future.result()
     return found
 
 
 def _too_long(seconds: float, share: float) -> str:
-    return (
-        f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer, and a "
-        "loop in Python over samples or time steps, or many --lengths, may be what takes it so long"
-    )
+    why = "" if share else "; a loop in Python over samples or time steps may be what takes it so long"
+    return f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer{why}"
 
 
-def ask(worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float) -> Answered:
-    """Asks a child about GPUs, and about what would help where nothing fits, until a time of the monotonic clock."""
+def ask(
+    worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float, *, may_change: bool = False
+) -> Answered:
+    """Asks a child about GPUs, and about what would help where nothing fits, until a time of the monotonic clock.
+
+    Where the step does not train at the precision asked about, and that may change, it asks about one at which it does.
+    """
 
     def call(some: Sequence[GpuFacts], **changes: object) -> Traced | Refusal:
         left = max(0.0, deadline - time.monotonic())
         return worker.call(question.but(gpus=tuple(some), seconds=left, **changes), timeout=left + _DYING_SECONDS)
 
     found = call(gpus)
+    if isinstance(found, Refusal) and found.instead and may_change:
+        again = ask(worker, question.but(precision=found.instead), gpus, deadline)
+        why = f"{found.instead} and not {question.precision}: {found.refused.partition(';')[0]}"
+        rows = {name: row.but(notes=[why, *row.notes]) for name, row in again.rows.items()}
+        return replace(again, rows=rows, instead=found.instead)
     if isinstance(found, Refusal):
         return Answered(found)
     rows = dict(zip((gpu.name for gpu in gpus), found.gpus, strict=True))
-    answered = Answered(None, rows, found.details[0], has_softmax=found.has_softmax)
+    answered = Answered(None, rows, found.details[0])
     hopeless = [gpu for gpu in gpus if not rows[gpu.name].max_batch_size]
     for name, changes in _remedies(question) if hopeless else ():
         try:

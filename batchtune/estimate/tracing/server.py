@@ -10,11 +10,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from batchtune.child.server import Child, serve
+from batchtune.errors import NoLossScaleError
 from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing import answers
 from batchtune.protocol.messages import Answer, AnyCommand, Channel, move_standard_streams
+from batchtune.vocabulary import NO_LARGER
 
 if TYPE_CHECKING:
     from batchtune.estimate.tracing.trace import Tracer
@@ -50,6 +52,8 @@ def _by_traces(asked: commands.Tracing, answer: Callable[[Tracer], Answer]) -> A
         return answer(Tracer(asked))
     except StepFailedError as failed:
         return commands.Refusal(refused=str(failed), frames=failed.frames)
+    except NoLossScaleError as failed:
+        return commands.Refusal(refused=str(failed), frames=failed.frames, instead="fp32")
     except CannotTraceError as refusal:
         return commands.Refusal(refused=str(refusal))
 
@@ -76,15 +80,14 @@ def _estimated(
         searches = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
         cut = dict.fromkeys(note for grid in grids for note in grid.notes)  # larger sizes took long to trace
         row = answers.row_of(searches, capacity, sure, [*tracer.warnings, *cut])
-        if tracer.samples is not None and row.max_batch_size > tracer.samples:
-            larger = f"train_dataset has {tracer.samples:,} samples: training makes no larger batches"
-            row = row.but(notes=[*row.notes, larger])
         rows.append(row)
         progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
     largest = max((row.max_batch_size for row in rows), default=0)
-    has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
+    if few := tracer.too_few(largest):
+        told = f"{few[0]} has {few[1]:,} samples: {NO_LARGER}"
+        rows = [row.but(notes=[*row.notes, told]) if row.max_batch_size > few[1] else row for row in rows]
     details = [answers.detail(mixture.longest, largest or 1, asked.precision)]
-    return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
+    return commands.Traced(gpus=rows, details=details)
 
 
 def _expected(asked: commands.ExpectMemory, tracer: Tracer) -> commands.TaskEstimate | commands.Refusal:

@@ -53,7 +53,6 @@ class Tracer:
         notes: what the traces had to assume.
         ops: the operators of the step.
         lengths: that batches can be made of; None: they are all made alike.
-        samples: of the training set, which no batch exceeds; None where batches are not made of it.
     """
 
     def __init__(self, asked: Tracing) -> None:
@@ -74,7 +73,18 @@ class Tracer:
             self.notes += [Assumption(text) for text in self._task.adapted.notes]
         self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
-        self.samples = None if asked.inference or self._task.has("make_batch") else self._task.train_size()
+
+    def too_few(self, batch_size: int) -> tuple[str, int] | None:
+        """What has fewer samples than a batch of such a size, and how many: no batch of training is larger.
+
+        None where there are as many, or nobody can tell.
+        """
+        task, loads = self._task, self._task.has("train_loader")
+        if self._asked.inference or task.has("make_batch"):
+            return None
+        samples = task.most_in_epoch(batch_size, _REAL_BATCH_BYTES) if loads else task.train_size()
+        name = "an epoch of train_loader" if loads else "train_dataset"
+        return (name, samples) if samples is not None and samples < batch_size else None
 
     def padding(self) -> list[Assumption]:
         """What is assumed of batches that are padded to their longest sample: that each is as long as the longest.

@@ -11,7 +11,7 @@ from batchtune.report.view.lengths import estimated_lengths, estimated_sizes
 from batchtune.report.view.model import Column, Fact, Headline, Section, Table, byte_sizes, counts, facts, numbers
 from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, gist, held_most
 from batchtune.units import aligned, bytes_unit, number, size
-from batchtune.vocabulary import length_text
+from batchtune.vocabulary import NO_LARGER, length_text
 
 _REFUSED = "refused"  # the confidence where there is no estimate
 MOST_ROWS = 10
@@ -55,12 +55,14 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
 
 
 def lines(estimates: Sequence[Estimate]) -> list[Fact]:
-    """Of how many GPUs nothing could be said, and why."""
+    """Of how many GPUs nothing could be said, and why; where the training set has fewer samples than fit."""
+    few = dict.fromkeys(note for row in estimates for note in row.notes if note.endswith(NO_LARGER))
+    said = [Fact("data", note) for note in few]
     refused = [row for row in estimates if row.confidence == _REFUSED and row.notes]
     if not refused or len(refused) == len(estimates):  # else that is the error
-        return []
+        return said
     which, asked = ({row.gpu for row in rows} for rows in (refused, estimates))
-    return [Fact(_REFUSED, f"{len(which)} of {len(asked)} GPUs: {gist(refused[0].notes[0])}")]
+    return [*said, Fact(_REFUSED, f"{len(which)} of {len(asked)} GPUs: {gist(refused[0].notes[0])}")]
 
 
 def _by_memory(rows: Iterable[Estimate]) -> list[Estimate]:

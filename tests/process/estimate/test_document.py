@@ -93,6 +93,29 @@ def test_tracing_is_given_up_at_the_limit_with_the_reason(tmp_path):
     assert [row.confidence for row in raised.value.result.estimates] == ["refused", "refused"]
 
 
+SLOW_AT_FP16 = (
+    TASK
+    + """
+import time
+
+def compute_loss(model, batch):
+    out = model(batch)
+    if out.dtype == torch.float16 and len(batch) == 8:
+        time.sleep(600)
+    return out.softmax(-1).square().mean()
+"""
+)
+
+
+def test_where_one_precision_takes_too_long_the_other_is_answered_and_no_reason_is_guessed_at(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW_AT_FP16)
+    old, new = batchtune.estimate(path, gpus=["T4", "4090"], timeout="20s").estimates
+    assert (old.confidence, new.confidence) == ("refused", "high (±4% of memory)")
+    assert new.max_batch_size > 0
+    assert old.notes == ["tracing took longer than 20 s (50% of it was done); --timeout 10m gives it longer"]
+
+
 def test_the_first_ctrl_c_ends_an_estimate_at_once(cli, all_gone):
     cli.write("endless.py", ENDLESS)
     command = cli.start("estimate", "endless.py", "--gpu", "T4", "-v")
@@ -113,7 +136,7 @@ def test_the_first_ctrl_c_ends_an_estimate_at_once(cli, all_gone):
             4,
             "nothing could be estimated: refused.py:",
         ),
-        ("raise KeyError('label')", 3, "compute_loss raised KeyError in a bf16 step of batch size 3: refused.py:"),
+        ("raise KeyError('label')", 3, "compute_loss raised KeyError in a fp16 step of batch size 3: refused.py:"),
     ],
     ids=["needs data", "fails with data too"],
 )

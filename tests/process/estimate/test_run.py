@@ -50,13 +50,28 @@ class Gpu:
     board_power_watts: int | None = 400
 
 
-def test_a_batch_that_the_training_set_does_not_hold_is_told(tmp_path):
-    path, own = tmp_path / "mlp.py", "def train_dataset():\n    return [torch.randn(64, 1024)] * 200\n"
+LOADER = """
+def train_loader(size):
+    samples = torch.randn(200, 64, 1024)
+    samples[:: 400 // size]  # which refuses sizes above 400 in words of its own
+    return [samples[at : at + size] for at in range(0, 201 - size, size)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "which"),
+    [
+        ("def train_dataset():\n    return [torch.randn(64, 1024)] * 200\n", "train_dataset"),
+        (LOADER, "an epoch of train_loader"),
+    ],
+)
+def test_a_batch_that_the_training_set_does_not_hold_is_told(tmp_path, own, which):
+    path = tmp_path / "mlp.py"
     path.write_text(TASK.replace("def make_batch(size):\n    return torch.randn(size, 64, 1024)\n", own))
     gpus = [Gpu("small", capacity_bytes=900 * MIB), Gpu("large")]
     small, large = estimate_task(EstimateMemory(task=str(path)), gpus, ["fp32"]).estimates
     assert small.max_batch_size <= 200 < large.max_batch_size
-    note = "train_dataset has 200 samples: training makes no larger batches"
+    note = f"{which} has 200 samples: training makes no larger batches"
     assert (note in small.notes, note in large.notes) == (False, True)
 
 
@@ -102,29 +117,83 @@ def test_what_would_make_the_longest_inputs_fit_is_traced_with_batches_of_that_l
     assert "with activation checkpointing of its repeated blocks: " in note
 
 
-def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_path):
+def test_each_precision_has_a_detail_of_its_largest_batch(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
     run = estimate_task(EstimateMemory(task=str(path)), [old, Gpu()], ["auto"])
     assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
     assert not any("emulated" in note for each in run.estimates for note in each.notes)
-    (detail,) = run.details
-    assert (detail.precision, detail.batch_size) == ("bf16", run.estimates[1].max_batch_size)
+    assert [(each.precision, each.batch_size) for each in run.details] == [
+        (row.precision, row.max_batch_size) for row in run.estimates
+    ]
 
 
-def test_a_softmax_is_traced_at_both_half_precisions(tmp_path):
+SCORES = """
+import torch
+
+def build_model():
+    return torch.nn.Linear(64, 4000)
+
+def make_batch(size):
+    return torch.randn(size, 64)
+
+def compute_loss(model, batch):
+    scores = model(batch)
+    return FORMULA[:, 0].mean()
+"""
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "torch.softmax(scores, -1)",  # CUDA casts fp16 alone as it goes
+        "torch.log_softmax(scores, -1)",
+        "(scores if scores.dtype == torch.float16 else scores.float().square())",
+    ],
+)
+def test_fp16_takes_what_it_takes_alone_whatever_else_is_asked_about(tmp_path, formula):
     path = tmp_path / "scores.py"
-    path.write_text(
-        TASK.replace("nn.ReLU()", "nn.Softmax(-1)").replace("(1024, 4096)", "(1024, 8192)").replace("(4096,", "(8192,")
+    path.write_text(SCORES.replace("FORMULA", formula))
+    question = EstimateMemory(task=str(path))
+    run = estimate_task(question, [Gpu()], ["bf16", "fp16"])
+    assert [detail.precision for detail in run.details] == ["bf16", "fp16"]
+    bf16, fp16 = (detail.peak_allocated_bytes / detail.batch_size for detail in run.details)
+    assert 1.1 * fp16 < bf16
+    (alone,) = estimate_task(question, [Gpu()], ["fp16"]).estimates
+    assert alone == run.estimates[1]
+
+
+BY_CLOSURE = """
+def build_optimizer(model, lr):
+    return torch.optim.LBFGS(model.parameters(), lr=lr)
+
+def train_step(model, batch, optimizer, context):
+    def closure():
+        optimizer.zero_grad()
+        loss = compute_loss(model, batch)
+        context.backward(loss)
+        return loss
+    return context.step(optimizer, closure)
+"""
+
+
+def test_where_fp16_does_not_train_a_gpu_without_bf16_is_estimated_at_fp32_unless_fp16_was_asked_for(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK + BY_CLOSURE)
+    old = Gpu("T4", generation="Turing", compute_capability=(7, 5), tflops={"fp32": 8.1})
+    question, why = (
+        EstimateMemory(task=str(path)),
+        "fp16's loss scale does not go with an optimizer stepped with a closure",
     )
-    run = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["bf16", "fp16"])
-    bf16, fp16 = run.details
-    assert [bf16.precision, fp16.precision] == ["bf16", "fp16"]
-    each = [detail.peak_allocated_bytes / detail.batch_size for detail in (bf16, fp16)]
-    assert 1.1 * each[1] < each[0]  # at fp16, CUDA's softmax casts as it goes
-    (alone,) = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["fp16"]).estimates
-    assert alone.max_batch_size == run.estimates[1].max_batch_size
+    run = estimate_task(question, [old, Gpu()], ["auto"])
+    assert [(each.gpu, each.precision) for each in run.estimates] == [("T4", "fp32"), ("A100", "bf16")]
+    assert [any(why in note for note in each.notes) for each in run.estimates] == [True, False]
+    assert [each.precision for each in run.details] == ["fp32", "bf16"]
+    assert run.estimates[0].max_batch_size == estimate_task(question, [old], ["fp32"]).estimates[0].max_batch_size
+    refused = estimate_task(question, [old, Gpu()], ["fp16", "bf16"])
+    assert [each.confidence == "refused" for each in refused.estimates] == [True, False, True, False]
+    assert str(estimate_task(question, [old], ["fp16"]).refusal) == f"{why}; use bf16 or fp32"
 
 
 def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):

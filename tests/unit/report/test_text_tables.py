@@ -281,3 +281,11 @@ def test_gpus_of_which_nothing_is_known_are_told_with_the_reason_and_shown_after
     too_small = known[0] | {"max_batch_size": None, "safe_max_batch_size": None}
     words = view_of(result_of("estimate", estimates=[refused, too_small])).headline.words
     assert words == "GPUs that were estimated could train it"
+
+
+def test_an_estimate_of_more_than_the_training_set_holds_says_so_at_first_sight(result_of):
+    few = "train_dataset has 31,033 samples: training makes no larger batches"
+    one, other = (estimated_row(gpu.name, gpu.memory_bytes >> 30) for gpu in all_gpus()[:2])
+    view = view_of(result_of("estimate", estimates=[one | {"notes": [few, "another note"]}, other | {"notes": [few]}]))
+    assert [(line.name, line.text) for line in view.lines] == [("data", few)]
+    assert view_of(result_of("estimate", estimates=[one, other])).lines == []
