@@ -220,7 +220,7 @@ def _taken(path: Path) -> IO[str]:
             holder = lock.read().strip() or "unknown"
             lock.close()
             raise UsageError(
-                f"{path}: process {holder} is running in it; wait, stop it, or run this from another folder"
+                f"{path}: process {holder} is running in it; wait, stop it, or choose another name or folder"
             ) from None
     lock.truncate(0)
     with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without

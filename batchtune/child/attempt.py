@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child import heartbeat
-from batchtune.child.evaluate import Inference, fitting_metric_value, in_eval_mode, metric_value
+from batchtune.child.evaluate import Inference, adds_up, fitting_metric_value, in_eval_mode, metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import Trainer, require_finite, training_loader, without_end
@@ -84,6 +84,19 @@ def _explain(error: BaseException, batch_size: int) -> Tried:
     return Tried(attempt=ended, usable=usable, frames=frames, most_samples=most)
 
 
+def _evaluate_loss(trainer: Trainer, memory: DeviceMemory, size: int, most: int | None) -> tuple[int | None, bool]:
+    """Evaluates `val_loss` on a few batches, of `most` samples at most where fewer may be tried.
+
+    Returns the batch size where it had to be smaller than asked for, and whether the loss adds up its batch.
+    """
+    if most is None:
+        metric_value(trainer, "val_loss", size, max_batches=_EVALUATION_BATCHES)
+        return None, adds_up(trainer, size)
+    asked = min(size, most)
+    _, fitted = fitting_metric_value(trainer, memory, "val_loss", asked, max_batches=_EVALUATION_BATCHES)
+    return fitted if fitted < asked else None, adds_up(trainer, fitted)
+
+
 class _Steps:
     """The steps of an attempt, and what is measured in them. It holds no tensor."""
 
@@ -96,6 +109,7 @@ class _Steps:
         self._steps_peak: int | None = None
         self._evaluates = False
         self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
+        self._adds_up = False
 
     def found(self, ended: Attempt, seconds: float) -> Attempt:
         """What was measured up to the end, or up to the failure."""
@@ -110,6 +124,7 @@ class _Steps:
             maps_file=ended.maps_file,
             in_evaluation=self._evaluates or None,
             evaluation_batch_size=self._evaluated if fits else None,
+            loss_adds_up=(self._adds_up and fits) or None,
             steps=len(times.seconds),
             peak_allocated_bytes=tracker.highest.allocated_bytes,
             peak_reserved_bytes=tracker.highest.reserved_bytes,
@@ -228,11 +243,8 @@ class _Steps:
         if trainer.task.has("evaluate"):
             with torch.no_grad(), in_eval_mode(trainer.model), trainer.precision.autocast():
                 trainer.task.evaluate(trainer.model, few)
-        elif trainer.task.has("val_dataset") and most is None:
-            metric_value(trainer, "val_loss", size, max_batches=few)
-        elif trainer.task.has("val_dataset") and most is not None:
-            _, fits = fitting_metric_value(trainer, self._memory, "val_loss", min(size, most), max_batches=few)
-            self._evaluated = fits if fits < min(size, most) else None
+        elif trainer.task.has("val_dataset"):
+            self._evaluated, self._adds_up = _evaluate_loss(trainer, self._memory, size, most)
         if saves:
             heartbeat.beat(at_once=True)
             with Path(os.devnull).open("wb") as file:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ _ALIKE = 1.1  # sums that differ by no more than noise in a loss
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 
 
-@contextlib.contextmanager
+@contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Afterwards each module is in the mode in which it was, whatever the user's code has made of that meanwhile."""
     modes = {module: module.training for module in model.modules()}
@@ -113,36 +113,45 @@ def fitting_metric_value(
         batch_size //= 2
 
 
-def look_at_metric(
-    task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE
-) -> Iterator[str]:
-    """A sentence where the metric is a loss that grows with the batch; of a new model, on a few samples.
-
-    Raises:
-        UsageError: there is no such metric.
-    """
+def require_metric(task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE) -> None:
+    """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
     if task.has("evaluate"):
         metric_value(Trainer(task, device, precision, ranks=ranks), metric, 1)
     elif metric != "val_loss":
         raise _only_val_loss(metric, task)
-    elif ranks.world_size == 1 and _adds_up(task, device, precision):
-        yield (
-            "compute_loss adds up the samples of a batch: val_loss depends on how many are evaluated at once, and a "
-            "step of several micro-batches is not that of one batch; let it return the mean"
-        )
 
 
-def _adds_up(task: Task, device: torch.device, precision: str) -> bool:
-    """Whether the losses of eight samples, of their halves and of their quarters have one sum; means do not."""
-    with contextlib.suppress(Exception), kept_random_numbers(device), torch.no_grad():  # training tells what is wrong
-        trainer, sums = Trainer(task, device, precision), list[float]()
-        with in_eval_mode(trainer.model):
-            for parts in (1, 2, 4):
-                batches = list(itertools.islice(_batches(task, 8 // parts, ALONE), parts))
-                with trainer.precision.autocast():
-                    sums.append(sum(float(task.loss(trainer.model, move(batch, device))) for _, batch in batches))
-        return len(batches) > 1 and 0 < min(sums) >= max(sums) / _ALIKE
-    return False
+def adds_up(trainer: Trainer, batch_size: int) -> bool:
+    """Whether the losses of eight samples, of their halves and of their quarters have one sum; means do not.
+
+    False where that is not seen: of fewer than four samples, of infinite losses or of both signs, on several ranks, and
+    of a stream, whose samples may come but once.
+    """
+    data: Any = trainer.task.val_data
+    whole = 8 if batch_size >= 8 else 4  # noqa: PLR2004
+    if batch_size < whole or trainer.ranks.world_size > 1 or isinstance(data, IterableDataset) or len(data) < whole:
+        return False
+    try:
+        sums = [_sum_of_losses(trainer, whole // parts, parts) for parts in (1, 2, 4)]
+    except Exception as error:
+        if not leaves_device_usable(error):
+            raise
+        free_frames(error)  # it takes no batches so small
+        return False
+    sizes = [abs(each) for each in sums]
+    one_sign = abs(sum(sums)) == sum(sizes)
+    return one_sign and 0 < max(sizes) < _ALIKE * min(sizes) < math.inf
+
+
+def _sum_of_losses(trainer: Trainer, batch_size: int, count: int) -> float:
+    with (
+        kept_random_numbers(trainer.device),
+        torch.no_grad(),
+        in_eval_mode(trainer.model),
+        trainer.precision.autocast(),
+    ):
+        batches = itertools.islice(_batches(trainer.task, batch_size, ALONE), count)
+        return sum(float(trainer.task.loss(trainer.model, move(batch, trainer.device))) for _, batch in batches)
 
 
 def _only_val_loss(metric: str, task: Task) -> UsageError:

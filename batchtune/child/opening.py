@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from batchtune.child import heartbeat
-from batchtune.child.evaluate import look_at_metric
+from batchtune.child.evaluate import require_metric
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.stepping import choose, every_precision
 from batchtune.device.memory import count_devices, find_device, open_device, require_kind
@@ -115,8 +115,7 @@ class Session:
             **_about_steps(task, self._ranks, command, limit, chosen[0][0]),
         )
         if command.metric is not None:
-            told = look_at_metric(task, memory.device, command.metric, chosen[0][0], self._ranks)
-            opened = opened.but(notes=(*opened.notes, *told))
+            require_metric(task, memory.device, command.metric, chosen[0][0], self._ranks)
             memory.release()
         return opened
 

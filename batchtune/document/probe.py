@@ -84,6 +84,9 @@ class Attempt(Record):
     evaluation_batch_size: Size | None = Field(
         default=None, description="Samples of a forward pass of the evaluation, where fewer had to be taken."
     )
+    loss_adds_up: bool | None = Field(
+        default=None, description="compute_loss adds up the samples of a batch; absent where it does not."
+    )
     message: Text | None = Field(default=None, description="Why it did not fit, in one line.")
     maps_file: bool | None = Field(
         default=None, description="Memory ended where a file was to be mapped; absent elsewhere."
@@ -138,7 +141,7 @@ class ThroughputFit(Record):
     error_share: Figure = Field(
         default=None,
         description="Standard error of measured steps about the line, as a share; above 0.1 the line tells nothing. "
-        "Absent for two sizes that lie on one.",
+        "Absent for two sizes: any two lie near some line.",
     )
     saturation_batch_size: Figure = Field(
         default=None, description="alpha / beta: half of the peak speed is reached here."

@@ -169,14 +169,15 @@ def estimate_task(
 
     jobs = list(dict.fromkeys(alike.values()))
     answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout)
-    estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
+    records = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
+    estimates = list({(each.gpu, each.precision): each for each in records}.values())  # one may be in another's place
     asked_as = {traced: name for name, traced in reversed(alike.items())}  # the first of those that are traced alike
-    details = [
-        each.detail.model_copy(update={"precision": each.instead or asked_as[name]})
-        for name, each in answers.items()
+    details = {
+        precision: each.detail.model_copy(update={"precision": precision})
+        for precision, each in ((each.instead or asked_as[name], each) for name, each in answers.items())
         if each.detail is not None
-    ]
-    return EstimateRun(estimates, details, _refusal([each.refusal for each in answers.values()]))
+    }
+    return EstimateRun(estimates, list(details.values()), _refusal([each.refusal for each in answers.values()]))
 
 
 def _refusal(refusals: Sequence[Refusal | None]) -> UserCodeError | NothingFitsError | None:

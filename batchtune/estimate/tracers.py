@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from batchtune.device.gpus import Gpu
@@ -21,6 +21,7 @@ from batchtune.processes.worker import Worker
 
 _DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _PROCESSES = 2  # children that trace at the same time
+_QUICK = 0.5  # of the work done within the time: nothing holds it up
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
 
 
@@ -94,7 +95,8 @@ def ask_tracers(
 
 
 def _too_long(seconds: float, share: float) -> str:
-    why = "" if share else "; a loop in Python over samples or time steps may be what takes it so long"
+    guess = "; a loop in Python over samples or time steps, or many --lengths, may be what takes it so long"
+    why = guess if share < _QUICK else ""
     return f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer{why}"
 
 
@@ -110,18 +112,23 @@ def ask(
         left = max(0.0, deadline - time.monotonic())
         return worker.call(question.but(gpus=tuple(some), seconds=left, **changes), timeout=left + _DYING_SECONDS)
 
-    found = call(gpus)
+    found, instead, why = call(gpus), "", list[str]()
     if isinstance(found, Refusal) and found.instead and may_change:
-        again = ask(worker, question.but(precision=found.instead), gpus, deadline)
-        why = f"{found.instead} and not {question.precision}: {found.refused.partition(';')[0]}"
-        rows = {name: row.but(notes=[why, *row.notes]) for name, row in again.rows.items()}
-        return replace(again, rows=rows, instead=found.instead)
+        instead, why = (
+            found.instead,
+            [f"{found.instead} and not {question.precision}: {found.refused.partition(';')[0]}"],
+        )
+        question = question.but(precision=instead)
+        found = call(gpus)
     if isinstance(found, Refusal):
-        return Answered(found)
-    rows = dict(zip((gpu.name for gpu in gpus), found.gpus, strict=True))
-    answered = Answered(None, rows, found.details[0])
+        return Answered(found, instead=instead or None)
+    told = [row.but(notes=[*why, *row.notes]) for row in found.gpus]
+    rows = dict(zip((gpu.name for gpu in gpus), told, strict=True))
+    answered = Answered(None, rows, found.details[0], instead=instead or None)
     hopeless = [gpu for gpu in gpus if not rows[gpu.name].max_batch_size]
     for name, changes in _remedies(question) if hopeless else ():
+        if instead and "precision" in changes:  # in which it does not train
+            continue
         try:
             tried = call(hopeless, **changes)
         except RunInterrupted:  # the time is up: what is known stands without

@@ -20,6 +20,10 @@ from batchtune.units import size
 from batchtune.vocabulary import LARGEST, Length
 
 _APART = 4  # times: among sizes so different, memory that ends after the same number of steps is not the batch's
+_ADDS_UP = (
+    "compute_loss adds up the samples of a batch: val_loss depends on how many are evaluated at once, and accumulated "
+    "micro-batches are not one batch; let it return the mean"
+)
 _KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _REMEDIES = {
@@ -139,7 +143,8 @@ class Findings:
 
     def _warnings(self) -> list[str]:
         low, slow = self.largest, self.too_slow_above
-        found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
+        found = [_ADDS_UP] if self.verified is not None and self.verified.loss_adds_up else []
+        found += [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
         if self.bounds.maximum is None and low >= LARGEST:  # for its own sake: no batch is to fill the host's memory
             found.append(f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more")

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import EpochTooShortError, UserCodeError, kind_of
+from batchtune.errors import UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
 from batchtune.task.adapting import Adapted
 from batchtune.task.own_loader import OwnLoader
@@ -187,22 +187,14 @@ class TaskData:
         self._differ = self._differ or differ or None
         return found
 
-    def most_in_epoch(self, below: int, most_bytes: int) -> int | None:
+    def most_in_epoch(self, below: int) -> int | None:
         """The largest batch of the user's own loader, where an epoch has less than one of `below` samples; else None.
 
-        It is asked for such a batch, or for one of so many bytes.
+        None, too, where the loader does not say how many batches it has. None of them is loaded.
         """
-        size = min(below, most_bytes // (tensor_bytes(self._largest_batch(1)) or 1))
-        while size > 1:
-            try:
-                self._largest_batch(size)
-            except EpochTooShortError as error:
-                return error.samples
-            except Exception:  # noqa: BLE001 - a size far too large it may refuse in words of its own
-                size //= 2
-            else:
-                break
-        return None
+        with kept_random_numbers("cpu"):
+            seed_the_cpu(0)
+            return OwnLoader(self.loader, None, f"{self.where}: train_loader").samples_below(below, LOOK_SECONDS)
 
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.

@@ -92,8 +92,33 @@ class OwnLoader:
 
     def _known_size(self) -> int:
         """The samples of an epoch as a DataLoader tells them; 0 where it does not."""
-        sampler = getattr(self.batches(1), "sampler", None)
-        return len(sampler) if isinstance(sampler, Sized) else 0
+        with contextlib.suppress(Exception):  # one that refuses batches of one sample
+            sampler = getattr(self.batches(1), "sampler", None)
+            return len(sampler) if isinstance(sampler, Sized) else 0
+        return 0
+
+    def samples_below(self, batch_size: int, seconds: float) -> int | None:
+        """The largest batch of which an epoch has one, by the lengths of loaders alone; None: no less than asked for.
+
+        None, too, where they do not tell it in so many seconds.
+        """
+        if known := self._known_size():
+            return known if known < batch_size else None
+        deadline, low, high = time.monotonic() + seconds, 0, batch_size
+        if not self._has_none(batch_size):
+            return None
+        while high - low > 1 and time.monotonic() < deadline:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._has_none(middle) else (middle, high)
+        return low if low and high - low == 1 else None
+
+    def _has_none(self, batch_size: int) -> bool:
+        """Whether an epoch of such batches has none, or their loader refuses that size."""
+        try:
+            batches = self.batches(batch_size)
+            return isinstance(batches, Sized) and not len(batches)
+        except Exception:  # noqa: BLE001 - in words of its own
+            return True
 
     def _lengths(self, batch_size: int) -> set[tuple[str, int]]:
         """Of the first batch of another size; none where there is none or the loader refuses it."""

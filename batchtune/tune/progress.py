@@ -170,15 +170,13 @@ class Progress:
         found = self.config.objective.warnings() + findings.bound_warnings(self.config, recommended)
         sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
-        found += opened.notes  # among the probe's, too; what is said of the task comes before how busy the machine was
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
         found += findings.precision_warnings(self.config, opened)
         if study:
             found = findings.schedule_warnings(opened, trials, study.parts.plan.config.budget.run) + found
         if study and status == "complete":
             found = findings.search_warnings(trials, study.parts.budget.enough(), self.config.objective.kind) + found
-        found += of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)
-        return list(dict.fromkeys(found))
+        return found + of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)
 
 
 class Recorder(Forwarder):

@@ -199,6 +199,16 @@ def test_probe_finds_what_a_real_memory_limit_holds(work, result_schema):
     assert ESCAPE not in finished.out + finished.err
 
 
+def test_probe_tells_of_a_loss_that_adds_up_its_batch(quick_cli):
+    task = (quick_cli.folder / "linear.py").read_text()
+    quick_cli.write("linear.py", task.replace("(model(points), values)", "(model(points), values, reduction='sum')"))
+    found = quick_cli("probe", "linear.py", "--device", "cpu", "--max", "8", "--no-throughput", "--json").document[
+        "probe"
+    ]
+    assert found["warnings"][0].startswith("compute_loss adds up the samples of a batch: ")
+    assert [each["purpose"] for each in found["attempts"] if each.get("loss_adds_up")] == ["verify"]
+
+
 def test_probe_keeps_to_the_cap_and_the_multiple(work):
     cli, finished = work("capped")
     assert finished.code == 0

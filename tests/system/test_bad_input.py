@@ -264,7 +264,7 @@ def test_a_run_folder_in_use_is_not_shared(tuned, quick_cli):
     second = quick_cli("tune", "config.yaml")
     first.close()
     assert second.code == 2
-    assert f"process {os.getpid()} is running in it; wait, stop it, or run this from another folder" in second.err
+    assert f"process {os.getpid()} is running in it; wait, stop it, or choose another name" in second.err
 
 
 # No space

@@ -29,9 +29,7 @@ def test_it_is_made_with_the_folders_above_it(folder, tmp_path):
 
 
 def test_a_second_run_in_it_is_refused_with_the_process_that_has_it(folder, tmp_path):
-    with pytest.raises(
-        UsageError, match=f"process {os.getpid()} is running in it; wait, stop it, or run this from another folder"
-    ):
+    with pytest.raises(UsageError, match=f"process {os.getpid()} is running in it; wait, stop it, or choose another"):
         RunFolder("digits", tmp_path / "runs").open()
 
 

@@ -82,7 +82,7 @@ class Tracer:
         task, loads = self._task, self._task.has("train_loader")
         if self._asked.inference or task.has("make_batch"):
             return None
-        samples = task.most_in_epoch(batch_size, _REAL_BATCH_BYTES) if loads else task.train_size()
+        samples = task.most_in_epoch(batch_size) if loads else task.train_size()
         name = "an epoch of train_loader" if loads else "train_dataset"
         return (name, samples) if samples is not None and samples < batch_size else None
 

@@ -107,6 +107,7 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
     timed = sorted((point for point in points if point.step_seconds > 0), key=lambda point: point.batch_size)
     points = undisturbed(timed)
     rows = [(point.batch_size, point.step_seconds, 1.0) for point in points]
+    tells = len(points) != 2  # noqa: PLR2004 - which lie near some line whatever they are
     if len(points) == 1:
         points, rows = timed, [(point.batch_size, points[0].step_seconds, 1.0) for point in timed]
     line = step_line(rows)
@@ -121,7 +122,7 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
     return ThroughputFit(
         alpha_seconds=alpha,
         beta_seconds_per_sample=beta,
-        error_share=math.sqrt(squares / free) if free else None,
+        error_share=math.sqrt(squares / free) if tells else None,
         saturation_batch_size=alpha / beta if beta > 0 else None,
         batch_size_within_5_percent=min(point.batch_size for point in near),
     )

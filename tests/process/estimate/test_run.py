@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -191,6 +191,12 @@ def test_where_fp16_does_not_train_a_gpu_without_bf16_is_estimated_at_fp32_unles
     assert [any(why in note for note in each.notes) for each in run.estimates] == [True, False]
     assert [each.precision for each in run.details] == ["fp32", "bf16"]
     assert run.estimates[0].max_batch_size == estimate_task(question, [old], ["fp32"]).estimates[0].max_batch_size
+    both = estimate_task(question, [old], ["auto", "fp32"])
+    assert [(each.gpu, each.precision) for each in both.estimates] == [("T4", "fp32")]
+    assert [each.precision for each in both.details] == ["fp32"]
+    (tiny,) = estimate_task(question, [replace(old, capacity_bytes=300 * MIB)], ["auto"]).estimates
+    assert tiny.max_batch_size == 0
+    assert not any("bf16" in note for note in tiny.notes)
     refused = estimate_task(question, [old, Gpu()], ["fp16", "bf16"])
     assert [each.confidence == "refused" for each in refused.estimates] == [True, False, True, False]
     assert str(estimate_task(question, [old], ["fp16"]).refusal) == f"{why}; use bf16 or fp32"

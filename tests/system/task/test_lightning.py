@@ -11,7 +11,7 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.child import training_run as loop
 from batchtune.child.before_study import noise_scale, range_test
-from batchtune.child.evaluate import Inference, look_at_metric, metric_value
+from batchtune.child.evaluate import Inference, metric_value, require_metric
 from batchtune.child.trainer import Trainer, TrainingBatches
 from batchtune.device.memory import open_device
 from batchtune.document import GradientClipping
@@ -206,7 +206,7 @@ class TestLearningRate:
             UsageError,
             match="ReduceLROnPlateau monitors 'train_loss', which validation does not log; monitor one of val",
         ):
-            list(look_at_metric(task, CPU, "val_loss", "fp32"))
+            require_metric(task, CPU, "val_loss", "fp32")
 
     def test_a_module_without_a_schedule_is_given_no_horizon(self, lit):
         plain, scheduled = lit(), lit(PLATEAU)

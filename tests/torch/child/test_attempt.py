@@ -258,6 +258,7 @@ class TestFits:
             sizes.clear()
             found = run(task, 32, limit=limit, verify=True, evaluation_batch_size=asked)[0]
             seen = [size for training, size in sizes if not training]
+            seen = seen[:-7] if found.evaluation_batch_size >= 4 else seen  # seven tell whether the loss adds up
             assert (found.outcome, seen[-2:]) == ("fit", [found.evaluation_batch_size] * 2)
             assert 1 <= found.evaluation_batch_size <= 8
         assert run(task, 32, limit=limit, verify=True, evaluation_batch_size=1)[0].evaluation_batch_size is None

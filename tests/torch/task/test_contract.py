@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.protocol.data import SamplesSeen
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.optimizers import Optimizers
+from batchtune.task.own_loader import OwnLoader
 
 
 def task_of(**functions: object) -> Task:
@@ -441,3 +442,24 @@ def test_optimizers_that_accelerate_has_wrapped_are_those_within(given):
     assert made.given == given(adam)
     assert made.name == "AdamW"
     assert made.settings().values["weight_decay"] == 0.3
+
+
+class Unread(list):
+    def __iter__(self):
+        raise AssertionError("loaded")
+
+
+@pytest.mark.parametrize(
+    ("batches", "below"),
+    [
+        (lambda size: DataLoader(Unread(range(100)), size, drop_last=True), 100),
+        (lambda size: DataLoader(Unread(range(100)), size), 100),
+        (lambda size: DataLoader(Unread(range(1001)), size), None),
+        (lambda size: Unread(range(100 // size)), 100),
+        (lambda size: Unread(range(400 // size // (size < 300))), 299),
+        (lambda size: iter(range(100 // size)), None),
+        (lambda _size: 1 // 0, None),
+    ],
+)
+def test_how_many_samples_an_epoch_has_is_told_by_a_loader_without_loading_any(batches, below):
+    assert OwnLoader(batches, None, "train_loader").samples_below(1001, 10.0) == below

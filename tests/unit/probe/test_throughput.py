@@ -256,8 +256,9 @@ class TestLine:
         assert errors == pytest.approx({0.0: 0.0, 0.05: 0.05, 0.3: 0.3}, rel=0.2, abs=1e-9)
 
     def test_two_sizes_lie_on_a_line_whatever_the_noise_so_that_nothing_tells_whether_it_holds(self):
-        fit = fit_step_time(timed({8: 0.1, 16: 0.15}))
-        assert (fit.error_share, fit.holds) == (None, None)
+        for other in (0.15, 0.099, 0.21, 0.3):
+            fit = fit_step_time(timed({8: 0.1, 16: other}))
+            assert (fit.error_share, fit.holds) == (None, None)
 
 
 class TestNearPeak:
