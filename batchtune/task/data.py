@@ -29,6 +29,7 @@ from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _TIMED_SAMPLES = 20  # at most
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
+_MAKING_SECONDS = 15.0  # of a dozen loaders, which may read their data as they are made
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
@@ -194,7 +195,7 @@ class TaskData:
         """
         with kept_random_numbers("cpu"):
             seed_the_cpu(0)
-            return OwnLoader(self.loader, None, f"{self.where}: train_loader").samples_below(below, LOOK_SECONDS)
+            return OwnLoader(self.loader, None, f"{self.where}: train_loader").samples_below(below, _MAKING_SECONDS)
 
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.
