@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child import heartbeat
-from batchtune.child.evaluate import Inference, adds_up, fitting_metric_value, in_eval_mode, metric_value
+from batchtune.child.evaluate import Inference, in_eval_mode, look_at_evaluation
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import Trainer, require_finite, training_loader, without_end
@@ -82,19 +82,6 @@ def _explain(error: BaseException, batch_size: int) -> Tried:
     usable = leaves_device_usable(error)
     free_frames(error)
     return Tried(attempt=ended, usable=usable, frames=frames, most_samples=most)
-
-
-def _evaluate_loss(trainer: Trainer, memory: DeviceMemory, size: int, most: int | None) -> tuple[int | None, bool]:
-    """Evaluates `val_loss` on a few batches, of `most` samples at most where fewer may be tried.
-
-    Returns the batch size where it had to be smaller than asked for, and whether the loss adds up its batch.
-    """
-    if most is None:
-        metric_value(trainer, "val_loss", size, max_batches=_EVALUATION_BATCHES)
-        return None, adds_up(trainer, size)
-    asked = min(size, most)
-    _, fitted = fitting_metric_value(trainer, memory, "val_loss", asked, max_batches=_EVALUATION_BATCHES)
-    return fitted if fitted < asked else None, adds_up(trainer, fitted)
 
 
 class _Steps:
@@ -244,7 +231,7 @@ class _Steps:
             with torch.no_grad(), in_eval_mode(trainer.model), trainer.precision.autocast():
                 trainer.task.evaluate(trainer.model, few)
         elif trainer.task.has("val_dataset"):
-            self._evaluated, self._adds_up = _evaluate_loss(trainer, self._memory, size, most)
+            self._evaluated, self._adds_up = look_at_evaluation(trainer, self._memory, size, most, few)
         if saves:
             heartbeat.beat(at_once=True)
             with Path(os.devnull).open("wb") as file:

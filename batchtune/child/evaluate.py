@@ -113,6 +113,21 @@ def fitting_metric_value(
         batch_size //= 2
 
 
+def look_at_evaluation(
+    trainer: Trainer, memory: DeviceMemory, size: int, most: int | None, batches: int
+) -> tuple[int | None, bool]:
+    """Evaluates `val_loss` on so many batches, of `most` samples at most where fewer may be tried.
+
+    Returns the batch size where it had to be smaller than asked for, and whether the loss adds up its batch.
+    """
+    if most is None:
+        metric_value(trainer, "val_loss", size, max_batches=batches)
+        return None, adds_up(trainer, size)
+    asked = min(size, most)
+    _, fitted = fitting_metric_value(trainer, memory, "val_loss", asked, max_batches=batches)
+    return fitted if fitted < asked else None, adds_up(trainer, fitted)
+
+
 def require_metric(task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE) -> None:
     """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
     if task.has("evaluate"):
