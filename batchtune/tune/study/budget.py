@@ -158,7 +158,8 @@ class StudyBudget:
         if self._ends_at_target and not self._history.has_run:
             return f"{duration(max(left, 0.0))} left; the first run to the target shows how many runs that is"
         runs = max(0, self._at_once * int((left - self._baseline_first() - self.reserve()) / each))
-        told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {duration(each)}"
+        most = "" if self._history.best_seconds() else "up to "  # until one has got there, each may take all
+        told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {most}{duration(each)}"
         if runs >= FEWEST_RUNS:
             return told
         unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"

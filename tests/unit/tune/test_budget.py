@@ -79,7 +79,7 @@ def test_it_is_told_before_the_first_run_and_after_the_baseline():
     tuned.run()
     (first, before), (second, after) = told.announced
     assert (first, second) == (0, 1)
-    assert re.fullmatch(r"29 min 59 s left, about \d+ runs of 60 s", before)
+    assert re.fullmatch(r"29 min 59 s left, about \d+ runs of up to 60 s", before)
     left, runs, each = re.fullmatch(r"(\d+) min \d+ s left, about (\d+) runs of ([\d.]+) s", after).groups()
     assert int(runs) * float(each) < 60 * (int(left) + 1)
 
@@ -175,7 +175,7 @@ def test_with_a_schedule_a_small_budget_has_room_for_the_search():
     tuned, told, _ = study(storage, budget=Budget(total=60.0, trials=20), **keys)
     tuned.run()
     assert sum(trial.role == "search" for trial in tuned.records()) >= 3
-    assert "of 6 s" in told.announced[0][1]
+    assert "of up to 6 s" in told.announced[0][1]
     longer, _, _ = study(storage, budget=Budget(total=600.0, trials=20), **keys)  # it goes on, and does not mix
     assert longer.parts.plan.config.budget.run == 6.0
     given, _, _ = study(storage, budget=Budget(run=60.0, total=600.0, trials=20), **keys)  # nor where one is given
