@@ -181,7 +181,7 @@ def test_with_a_schedule_a_small_budget_has_room_for_the_search():
     given, _, _ = study(storage, budget=Budget(run=60.0, total=600.0, trials=20), **keys)  # nor where one is given
     assert given.parts.plan.config.budget.run == 6.0
     started = outlook_at_start(law.plan(budget=Budget(total=60.0)).config, 1, 3.0, has_schedule=True)
-    assert "of up to 6 s; a run takes as long as your training, if that is known, and a tenth of budget.total" in started
+    assert "up to 6 s; a run takes as long as your training, if that is known, and a tenth of budget.total" in started
 
 
 def test_a_study_that_has_no_runs_yet_has_them_as_long_as_its_new_budget_can_hold():
