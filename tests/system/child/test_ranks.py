@@ -26,7 +26,7 @@ import json, sys, time
 import torch
 from torch import nn
 from fixtures.training import FakeDevice, linear_task
-from process.child import test_ranks as here
+from system.child import test_ranks as here
 from batchtune.child.before_study import noise_scale, range_test
 from batchtune.child.ranks.parallel import Parallel
 from batchtune.child.trainer import Trainer
