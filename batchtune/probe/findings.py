@@ -136,7 +136,7 @@ class Findings:
             return "memory" if failed.outcome == "oom" else failed.outcome
         cap, beyond = self.bounds.maximum, low + self.bounds.multiple_of
         if self.too_slow_above is not None and beyond > self.too_slow_above:
-            return "max" if self.options.max_step_seconds else "timeout"
+            return "timeout"
         if cap is None or beyond <= cap:
             return "memory" if self.options.no_oom else None
         return "max" if cap == self.options.maximum else "dataset"

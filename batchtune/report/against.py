@@ -18,6 +18,7 @@ from batchtune.report.formats import table_lines
 from batchtune.report.terminal import FittedTable
 from batchtune.report.view.model import Column, Table, Tone
 from batchtune.report.view.select import peak_of, probes_of
+from batchtune.report.view.words import IDLE
 from batchtune.units import LEAST_PEAK, duration, number, share, size
 
 WORSE_EXIT_CODE = 1
@@ -147,7 +148,7 @@ def compare(now: Document, before: Document, allow: float) -> Comparison:
         if new != old
     ]
     about = " on ".join(conditions[name] for name in ("task", "device") if name in conditions)
-    title = " ".join(f"{now.kind} of {about}, against {before.created_at[:10]}".split())
+    title = " ".join(f"{now.kind} of {about}, against {before.created_at[:16].replace('T', ' ')}".split())
     return Comparison(title, changes, notes, allow)
 
 
@@ -251,15 +252,18 @@ def _of_estimates(now: Document, before: Document) -> Iterator[Change]:
 
 def _of_study(now: Document, before: Document) -> Iterator[Change]:
     """The time to a target that both had; one that was set by a run of the baseline is another each time."""
-    new, old = (each.recommendation.time_to_target_seconds if each.recommendation else None for each in (now, before))
-    if old is None or now.target is None or before.target is None:
+    found, earlier = now.recommendation, before.recommendation
+    old = earlier.time_to_target_seconds if earlier else None
+    if earlier is None or old is None or now.target is None or before.target is None:
         return
+    new = found.time_to_target_seconds if found else None
     same = now.target.value == before.target.value
     name = "time to target" if same else "time to a target of another value"
-    precision = before.recommendation.precision if before.recommendation else ""
+    if found is not None and bool(found.timed_in_turn) != bool(earlier.timed_in_turn):
+        same, name = False, f"{name}, one of the two with the {IDLE}"
     error = math.hypot(_half(new), _half(old)) if same and new else math.inf if new else 0.0
     median = new.median if new else None
-    yield Change("time_to_target_seconds", name, precision, old.median, median, error, write=duration)
+    yield Change("time_to_target_seconds", name, earlier.precision, old.median, median, error, write=duration)
 
 
 def _half(interval: Interval) -> float:

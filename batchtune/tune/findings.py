@@ -52,8 +52,8 @@ def loading_warnings(probe: ProbeResult, prior: Prior, device: str, world_size: 
     if slower < _INPUT_BOUND:
         return []
     rate = f"{1 / seconds:,.0f} samples/s{' on each rank' if world_size > 1 else ''}"
-    told = f"input-bound: loading data ({rate}) makes steps at batch {size:,} {number(slower)} times as long"
-    return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
+    told = f"input-bound: loading data makes steps at batch {size:,} {number(slower)} times as long ({rate})"
+    return [f"{told}: load it with more workers, or prepare it beforehand (decoded, collated), and tune again"]
 
 
 def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchtune.document import Document, Interval, Recommendation, Scaling, ScalingPoint, Trial, by_configuration, is_of
 from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds
@@ -20,6 +20,7 @@ from batchtune.report.view.select import (
     that_count,
 )
 from batchtune.report.view.words import (
+    IDLE,
     OUTCOMES,
     batch_text,
     checkpointing_text,
@@ -92,7 +93,7 @@ def comparison(result: Document, found: Recommendation) -> Table:
     chosen = [_chosen(each) for each in shown]
     if any(each["gradient clipping"] for each in chosen):
         chosen = [each | {"gradient clipping": each["gradient clipping"] or "none"} for each in chosen]
-    timed = "time to target" + (", machine idle (estimate)" if found.timed_in_turn else "")
+    timed = "time to target" + (f", {IDLE}" if found.timed_in_turn else "")
     rows = [(name, *(each[name] or "-" for each in chosen)) for name in chosen[0]] + [
         (timed, *(time_interval(each.time_to_target_seconds) for each in shown)),
         ("energy to target", *(interval(each.energy_to_target_joules, " J") for each in shown)),
@@ -196,6 +197,7 @@ def configurations(result: Document) -> Table:
     ends = [each for each in (answer, today) if each is not None]
     shown = [each for each in (answer, *others[: _MOST_CONFIGURATIONS - len(ends)], today) if each is not None]
     intervals, key = [each.interval for each in shown], shown[0].key
+    idle = [key == SECONDS and each.found is not None and _is_timed_in_turn(result) for each in shown]
     columns = [
         Column("", ["●" if each is answer else "" for each in shown]),
         counts("batch", [each.runs[0].batch_size for each in shown]),
@@ -203,7 +205,7 @@ def configurations(result: Document) -> Table:
         Column("optimizer", [named_values(each.runs[0].optimizer_arguments) for each in shown], spare=1),
         Column("clipping", [clipping_text(each.runs[0].gradient_clipping) for each in shown], spare=1),
         *_differing([each.runs[0] for each in shown], spare=1),
-        _medians(result, key, [each.median if each else None for each in intervals]),
+        _medians(result, key, intervals, idle),
         Column("interval", [_bounds(each, key) if each else "" for each in intervals], spare=1),
         counts("seeds", [len(each.fresh) or None for each in shown], spare=1),
         Column("why", [_verdict(result, each, answer, today) for each in shown], spare=1, wraps=True),
@@ -211,7 +213,7 @@ def configurations(result: Document) -> Table:
     count = len(ends) + len(others)
     part = f", {len(shown)} of {count}" if len(shown) < count else ""
     order = ", the recommended first" if answer else ""
-    title = f"configurations{order}{part}: medians over their seeds"
+    title = f"configurations{order}{part}: medians over their seeds{f'; ≈: {IDLE}' if any(idle) else ''}"
     return Table(title, columns, marked=[0] if answer else [], summary=True)
 
 
@@ -235,19 +237,30 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     return answer, others, today
 
 
-def _medians(result: Document, key: str, values: Sequence[float | None]) -> Column:
+def _is_timed_in_turn(result: Document) -> bool:
+    return result.recommendation is not None and bool(result.recommendation.timed_in_turn)
+
+
+def _medians(result: Document, key: str, intervals: Sequence[Interval | None], idle: Sequence[bool]) -> Column:
+    """Lower bounds are marked as such, and what was not measured, but would be on an idle machine."""
+    values = [each.median if each else None for each in intervals]
     if key == SECONDS:
-        return seconds("to target", values)
-    if key == JOULES:
-        return numbers("energy", values, unit="J")
-    return numbers(f"best {metric_of(result)}", values, digits=4)
+        column = seconds("to target", values)
+    elif key == JOULES:
+        column = numbers("energy", values, unit="J")
+    else:
+        column = numbers(f"best {metric_of(result)}", values, digits=4)
+    marks = [
+        "≥ " if each and each.at_least else "≈ " if is_estimate else ""
+        for each, is_estimate in zip(intervals, idle, strict=True)
+    ]
+    cells, lined_up = ([*map("".join, zip(marks, texts, strict=True))] for texts in (column.cells, column.lined_up))
+    return replace(column, cells=cells, lined_up=lined_up)
 
 
 def _bounds(found: Interval, key: str) -> str:
-    if found.at_least:
-        return "or more"
     write = duration if key == SECONDS else number
-    return "" if found.low == found.high else f"{write(found.low)} to {write(found.high)}"
+    return "" if found.at_least or found.low == found.high else f"{write(found.low)} to {write(found.high)}"
 
 
 def _verdict(

@@ -22,7 +22,7 @@ from batchtune.report.view.select import (
     score,
     that_count,
 )
-from batchtune.report.view.words import batch_text
+from batchtune.report.view.words import IDLE, batch_text
 from batchtune.units import bounds, duration, number, time_interval, time_unit
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis
@@ -33,7 +33,11 @@ _TODAY = "what you run today"
 
 def bars(result: Document, found: Recommendation) -> list[Bars]:
     """Recommendation and baseline side by side for all that is known of the first, the study's objective first."""
-    titles = {SECONDS: "Time to target", JOULES: "Energy to target", VALUE: f"{metric_of(result)} reached"}
+    titles = {
+        SECONDS: "Time to target" + (f", {IDLE}" if found.timed_in_turn else ""),
+        JOULES: "Energy to target",
+        VALUE: f"{metric_of(result)} reached",
+    }
     shown = [found] if result.baseline is None else [found, result.baseline]
     made = []
     for key in sorted(titles, key=lambda each: each != objective(result)):

@@ -31,12 +31,13 @@ OUTCOMES = {
     "user_error": "the task's code raised",
 }
 """Of attempts that did not fit."""
+IDLE = "machine idle (estimate)"
+"""Said of times that are those of steps timed in turn, which nobody's runs took."""
 _FAR_ABOVE = 1.02  # times the answer: a size that fitted is worth a word
-_LIMITED_BY = {
-    "memory": "the next size runs out of memory",
-    "max": "limited by the largest size allowed",
-    "dataset": "limited by the size of the training set",
-    "timeout": "limited by the time that steps of larger sizes take",
+_LIMITED_BY: dict[str, str | None] = {
+    "max": "the largest size allowed",
+    "dataset": "the size of the training set",
+    "timeout": "the time that steps of larger sizes take",
 }
 _TONES: dict[str, Tone] = dict.fromkeys(("fit", "reached", "finished", "complete"), "good")
 _TONES |= dict.fromkeys((*OUTCOMES, "diverged", "fail"), "bad")
@@ -113,6 +114,10 @@ def machine(where: Environment) -> str:
     return ", ".join([where.device, *versions])
 
 
+def _limit_of(probe: ProbeResult) -> str | None:
+    return _LIMITED_BY.get(probe.limited_by or "", probe.limited_by)
+
+
 def certificate(probe: ProbeResult) -> str:
     """Why the largest batch can be relied on, as one sentence without its subject."""
     parts = []
@@ -126,7 +131,8 @@ def certificate(probe: ProbeResult) -> str:
         how = "may not in every process" if failed and failed.kept_back_bytes else "did not"
         parts.append(f"{probe.first_failing_batch_size:,} {how} ({failed.outcome if failed else 'fail'})")
     elif probe.limited_by:
-        parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
+        by_memory = probe.limited_by == "memory"
+        parts.append("the next size runs out of memory" if by_memory else f"limited by {_limit_of(probe)}")
     fitted = max((each.batch_size for each in probe.attempts if each.fits), default=0)
     if probe.verified_in_fresh_process and fitted > _FAR_ABOVE * (probe.max_batch_size or fitted):
         parts.append(f"{fitted:,} fitted in one process, and others may need more memory for it")
@@ -153,9 +159,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
         "checked": checked if probe.verified_in_fresh_process else "not yet in a fresh process",
         "smallest that fails": "none was met" if failing is None else f"{failing:,} ({why})",
         "reason given": failure.message if failure else None,
-        "limited by": {"max": "the largest size allowed", "dataset": "the training set"}.get(
-            probe.limited_by or "", probe.limited_by
-        ),
+        "limited by": _limit_of(probe),
         "peak reserved": f"{size(peak, LEAST_PEAK)}{of_limit}" if peak is not None else None,
         "kept back": f"{size(kept)}, as the same training takes unlike amounts in unlike processes" if kept else None,
         "peak allocated": size(probe.peak_allocated_bytes, LEAST_PEAK),

@@ -569,7 +569,7 @@ class TestTime:
         probing = probe(worker, max_step_seconds=2.0)
         result = probing.run()
         assert 160 <= result.max_batch_size <= 200
-        assert result.limited_by == "max"
+        assert result.limited_by == "timeout"
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
         assert "budget.run has room for too few of their steps" in probing.result().warnings[0]
 

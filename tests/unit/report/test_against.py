@@ -102,6 +102,14 @@ def test_the_time_to_one_target_is_worse_only_beyond_its_intervals(now, verdict)
     assert verdicts(now, studied(10, 9.9, 10.1))["time_to_target_seconds"] == verdict
 
 
+def test_what_an_idle_machine_would_take_is_not_held_against_what_runs_took():
+    now = studied(5, 4.9, 5.1)
+    now["recommendation"]["timed_in_turn"] = True
+    (change,) = [each for each in compared(now, studied(10, 9.9, 10.1)).changes if each.figure.startswith("time")]
+    assert change.words == "time to target, one of the two with the machine idle (estimate)"
+    assert change.verdict(0.05) == "uncertain"
+
+
 def test_estimates_are_compared_gpu_by_gpu():
     def estimated(safe):
         row = {"gpu": "A100-80GB", "memory_bytes": 80 << 30, "precision": "bf16", "max_batch_size": 120}

@@ -9,7 +9,7 @@ from rich.console import Console
 from batchtune.report.formats import to_markdown
 from batchtune.report.terminal import render
 from batchtune.report.view.study import configurations, runs
-from batchtune.report.view.study_plots import landscape
+from batchtune.report.view.study_plots import bars, landscape
 
 
 def rows_of(result):
@@ -112,11 +112,22 @@ def test_what_runs_today_is_not_failed_where_its_only_run_was_interrupted(result
 def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_its_runs_as_they_were(result_of):
     runs = study((32, "baseline", 45.0), (64, "confirm", 20.0), (32, "confirm", 45.0), (16, "confirm", 40.0))
     answer, today = choice(64, 0.1, 10.0, "so", timed_in_turn=True), choice(32, 0.1, 30.0, "so")
-    rows = rows_of(result_of("tune", **runs | {"recommendation": answer, "baseline": today}))[1]
+    result = result_of("tune", **runs | {"recommendation": answer, "baseline": today})
+    made, rows = rows_of(result)
     assert {row["batch"]: row["why"] for row in rows[1:]} == {
         "16": "2 times as long: on the busy machine, where the recommended took 20 s",
         "32": "what you run today: 3 times as long",
     }
+    assert [row["to target"] for row in rows] == ["≈ 10 s", "40 s", "≈ 30 s"]
+    assert made.title.endswith("medians over their seeds; ≈: machine idle (estimate)")
+    assert bars(result, result.recommendation)[0].title == "Time to target, machine idle (estimate)"
+
+
+def test_runs_that_were_cut_off_are_a_lower_bound_of_their_median(result_of):
+    runs = study((32, "baseline", 45.0), (64, "confirm", 20.0))
+    runs["baseline"]["time_to_target_seconds"] |= {"median": 30.0, "low": 30.0, "at_least": True}
+    rows = rows_of(result_of("tune", **runs))[1]
+    assert [row["to target"] for row in rows] == ["20 s", "≥ 30 s"]
 
 
 def test_a_single_run_that_is_recommended_is_not_compared_with_fresh_seeds(result_of):

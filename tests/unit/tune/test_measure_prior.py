@@ -111,7 +111,7 @@ def test_runs_that_mostly_wait_for_their_data_are_warned_of():
         return loading_warnings(probe(), prepared(Answers(loads=loads), run=3600.0), "cpu")
 
     (told,) = warned(500.0)
-    assert told.startswith("input-bound: loading data (500 samples/s) makes steps at batch 4 6.71 times as long")
+    assert told.startswith("input-bound: loading data makes steps at batch 4 6.71 times as long (500 samples/s): ")
     assert warned(100_000.0) == warned(None) == []
 
 
