@@ -78,9 +78,9 @@ class Progress:
                 ) from None
 
     def earlier_probe(self) -> ProbeResult | None:
-        """An earlier start's probe, where it came to its end."""
+        """An earlier start's probe, where it came to its end: the last is that steps are timed, and then comes more."""
         found, others = self.earlier.probe if self.earlier else None, {each.name for each in self.config.variants[1:]}
-        is_whole = found and found.verified_in_fresh_process and found.throughput
+        is_whole = self.earlier is not None and (self.earlier.prior or self.earlier.trials)
         return found if found and is_whole and others == (found.other_variants or {}).keys() else None
 
     def keep(self, attempt: Attempt) -> None:

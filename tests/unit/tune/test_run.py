@@ -3,14 +3,18 @@
 import time
 from types import SimpleNamespace
 
+import documents
 import pytest
 
 from batchtune.config.schema import Config
 from batchtune.errors import NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Observer
+from batchtune.result import Result
+from batchtune.run_folder import RunFolder
 from batchtune.session import Session
 from batchtune.tune import run
 from batchtune.tune.plan import configure as plan
+from batchtune.tune.progress import Progress
 from batchtune.tune.run import run_and_save
 
 
@@ -50,6 +54,17 @@ def test_so_it_does_for_the_command_whose_first_look_at_the_task_comes_before_al
     ended = invoke("tune", "model.py", "--budget", "1m")
     assert ended.exit_code == 0
     assert counted[0] < looked[0]
+
+
+@pytest.mark.parametrize(("kept", "is_whole"), [([], False), (["prior"], True), (["trials"], True)])
+def test_a_probe_whose_steps_were_still_being_timed_is_done_again(tmp_path, kept, is_whole):
+    (tmp_path / "model.py").write_text("")
+    config = Config(task=str(tmp_path / "model.py"), baseline={"batch_size": 8, "learning_rate": 1e-3})
+    progress = Progress(config, RunFolder("law", tmp_path), 0.0)
+    assert progress.earlier_probe() is None
+    later = {name: None for name in ("prior", "trials", "recommendation", "baseline") if name not in kept}
+    progress.earlier = Result.model_validate(documents.tuned() | later)
+    assert (progress.earlier_probe() is not None) == is_whole
 
 
 @pytest.mark.parametrize(
