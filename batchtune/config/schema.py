@@ -70,8 +70,8 @@ class Memory(Section):
 class Baseline(Section):
     """What the user runs today; the recommendation is measured against it."""
 
-    batch_size: Count = Field(default=32, description="Your global batch size.")
-    learning_rate: Positive = Field(default=1e-3, description="Your learning rate.")
+    batch_size: Count = Field(default=32, description="Your global batch size; left out, as the task says it.")
+    learning_rate: Positive = Field(default=1e-3, description="Your learning rate; left out, as the task says it.")
     gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), NoSwitch] | None = Field(
         default=None, description="Where it is searched: its norm or value today, 0 for none; null: the task's own."
     )
