@@ -21,12 +21,6 @@ from batchtune.tune.verdict.scores import SECONDS, Cost
 from batchtune.vocabulary import Variant
 
 _OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping", VARIANT}
-_KEPT = (  # attributes that have a field's name
-    *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
-    *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
-    *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message", "world_size"),
-    *("nodes", "straggler"),
-)
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
 INTERRUPTED = "interrupted before its end, so that the study runs it again"
@@ -48,25 +42,25 @@ def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
     params = params_of(trial)
-    kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
-    kept["state"] = trial.state.name.lower()
+    kept = {name: value for name, value in attributes.items() if name in Trial.model_fields}
     if attributes.get(RAISED):
         kept["outcome"] = "user_error"
     elif trial.state is TrialState.FAIL and "outcome" not in attributes:
         kept.setdefault("message", INTERRUPTED)
-    told = Variant(attributes.get("strategy"), attributes.get("activation_checkpointing"))
-    kept |= (Variant.named(params[VARIANT]) if VARIANT in params else told)._asdict()
-    return Trial(
-        number=trial.number,
-        batch_size=int(params["batch_size"]),
-        learning_rate=float(params["learning_rate"]),
-        precision=str(params.get("precision", attributes.get("precision", "fp32"))),
-        optimizer_arguments={name: value for name, value in params.items() if name not in _OURS},
-        seed=int(attributes.get("seed", 0)),
-        value=attributes.get("best_value"),
-        curve=to_curve(attributes.get("curve", [])),
-        **kept,
-    )
+    if VARIANT in params:
+        kept |= Variant.named(params[VARIANT])._asdict()
+    own = {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "batch_size": int(params["batch_size"]),
+        "learning_rate": float(params["learning_rate"]),
+        "precision": str(params.get("precision", attributes.get("precision", "fp32"))),
+        "optimizer_arguments": {name: value for name, value in params.items() if name not in _OURS},
+        "seed": int(attributes.get("seed", 0)),
+        "value": attributes.get("best_value"),
+        "curve": to_curve(attributes.get("curve", [])),
+    }
+    return Trial.model_validate(kept | own)
 
 
 def curve_attribute(curve: list[CurvePoint]) -> list[tuple[float | int | None, ...]]:
