@@ -14,7 +14,6 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
 from batchtune.tune.plan.configure import DECADES, WarmStart
-from batchtune.tune.plan.learning_rate import rate_belief
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import (
     Candidates,
@@ -22,6 +21,7 @@ from batchtune.tune.plan.prior import (
     candidate_batch_sizes,
     fastest_split,
     nearest,
+    rate_belief,
     splits_to_time,
     start_batch_size,
     step_seconds,
