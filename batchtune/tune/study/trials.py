@@ -161,7 +161,7 @@ class Trials:
             outcome = "capped"
         attributes: Json = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
         found = {
-            "message": run.message,
+            "message": run.failure and str(run.failure),
             "total_steps": run.total_steps,
             "optimizer": run.optimizer,
             "straggler": run.straggler and {"rank": run.straggler[0], "times": round(run.straggler[1], 2)},
@@ -266,11 +266,6 @@ class TrialRun(RunEnd):
     curve: list[CurvePoint]
     wall_seconds: float
     failure: WorkerDied | UserCodeError | None
-
-    @property
-    def message(self) -> str | None:
-        """Why it failed, if it did."""
-        return None if self.failure is None else str(self.failure)
 
 
 def run_trial(
