@@ -33,11 +33,6 @@ _FASTEST, _ABOUT = 0.1, 1.15  # share of all steps that tell how fast the machin
 _KNOWN, _PREDICTED = 1.33, 2.0  # times as long as runs of its size had it, or as foretold by others, a step may take
 
 
-def is_settled(trial: FrozenTrial) -> bool:
-    """Whether it is known what the trial tries; one that is cut off while the sampler proposes has no parameters."""
-    return {"batch_size", "learning_rate"} <= params_of(trial).keys()
-
-
 def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
@@ -87,12 +82,10 @@ class StudyHistory:
         # those ended change no more and are not looked at again: what a trial costs must not grow with their number
         number, ended = self._ended
         later = self._study.get_trials(deepcopy=False)[number:]
-        records = [to_record(trial) if is_settled(trial) else None for trial in later]
         over = next((index for index, trial in enumerate(later) if not trial.state.is_finished()), len(later))
-        if over:
-            ended = [*ended, *(record for record in records[:over] if record is not None)]
-            self._ended = number + over, ended
-        return [*ended, *(record for record in records[over:] if record is not None)]
+        ended = [*ended, *_records(later[:over])]
+        self._ended = number + over, ended
+        return [*ended, *_records(later[over:])]
 
     def wall_seconds(self, role: Role | None = None) -> float:
         """Wall-clock time in which trials (of one role) ran, with evaluation; what ran at the same time counts once.
@@ -231,6 +224,11 @@ class StudyHistory:
         smaller = [(math.prod(each), pace) for each, pace in known.items() if math.prod(each) < math.prod(shape)]
         size, pace = max(smaller, default=(1, 0.0))
         return _PREDICTED * max(scaled, math.prod(shape) / size * pace)
+
+
+def _records(trials: Sequence[FrozenTrial]) -> list[Trial]:
+    """Those of which it is known what they try; one that is cut off while the sampler proposes has no parameters."""
+    return [to_record(each) for each in trials if {"batch_size", "learning_rate"} <= params_of(each).keys()]
 
 
 def _span(trial: FrozenTrial, cost: Cost) -> tuple[float, float] | None:
