@@ -37,7 +37,7 @@ def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
     params = params_of(trial)
-    kept = {name: value for name, value in attributes.items() if name in Trial.model_fields}
+    kept = {name: attributes[name] for name in attributes.keys() & Trial.model_fields.keys()}
     if attributes.get(RAISED):
         kept["outcome"] = "user_error"
     elif trial.state is TrialState.FAIL and "outcome" not in attributes:
