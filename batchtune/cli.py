@@ -170,8 +170,9 @@ def tune(
       batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
+    from batchtune.result import ROOT
     from batchtune.tune.plan import configure
-    from batchtune.tune.run import configure_and_run
+    from batchtune.tune.run import run_tune
 
     began = time.perf_counter()  # budget.total counts from the first look at the task on
     check_options(api.tune, options)
@@ -185,7 +186,7 @@ def tune(
         _check(session, loaded, warm_start)
         return
     with session.observer(loaded.budget.given_total) as observer:
-        result = configure_and_run(loaded, {}, None, observer=observer, fresh=fresh, warm_start=warm_start, began=began)
+        result = run_tune(loaded, fresh=fresh, observer=observer, root=ROOT, warm_start=warm_start, began=began)
     session.deliver(result, open_page=open_page)
 
 

@@ -23,6 +23,13 @@ AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of
 LengthBatches: TypeAlias = tuple[tuple[Length, int], ...]  # samples of a batch by their length
 
 
+def meets(value: float | None, target: float | None, goal: Goal) -> bool:
+    """Whether a value of the metric is as good as the target; never where one of them is missing or no number."""
+    if value is None or target is None or not math.isfinite(value):
+        return False
+    return value <= target if goal == "minimize" else value >= target
+
+
 def together(classes: Iterable[str]) -> str:
     """Classes of optimizers or schedulers that train together: `AdamW`, `Muon + AdamW`, `2 x Adam`."""
     return " + ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(classes).items())

@@ -12,8 +12,8 @@ from batchtune.child.ranks.parallel import own_seconds, straggler
 from batchtune.child.timing import StepClock
 from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
-from batchtune.device.energy import Energy
 from batchtune.device.host import waited_seconds
+from batchtune.device.nvml import Energy
 from batchtune.document import CurvePoint
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunEnd, RunSpec

@@ -1,4 +1,4 @@
-"""What NVML tells of a GPU: who holds its memory, and what its sensors say while it works.
+"""What NVML tells of a GPU: who holds its memory, what its sensors say while it works, and what energy work takes.
 
 Nothing here opens a CUDA context or loads torch by itself, so that a look changes nothing and the parent may take one.
 """
@@ -9,6 +9,7 @@ import contextlib
 import os
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _PERIOD_SECONDS = 0.1
+_MOVES_SECONDS = 0.1  # of an H100's counter of energy, from one move to the next
 _MILLI = 1e-3
 _COUNTS_FROM = 0.1  # share of the samples in which clocks must have been held back, for the reason to be named
 _THROTTLE_REASONS = {  # nvml.h: nvmlClocksEventReason…; an idle GPU is not held back
@@ -88,17 +90,17 @@ def sharing(nvml: ModuleType, handle: object) -> Sharing:
     """Free bytes and processes of one device; what the driver does not tell is absent."""
     memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
     held: dict[int, int | None] = {}
-    for kind in ("Compute", "Graphics"):
-        for process in _running(nvml, handle, f"nvmlDeviceGet{kind}RunningProcesses"):
+    for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
+        for process in _known_as(nvml, handle, name, f"{name}_v2") or ():
             held[process.pid] = process.usedGpuMemory or held.get(process.pid)
     free = None if memory is None else int(memory.free)
     return Sharing(free, tuple(DeviceProcess(pid=pid, memory_bytes=held[pid]) for pid in sorted(held)))
 
 
-def _running(nvml: ModuleType, handle: object, name: str) -> Sequence[Any]:
-    """The processes that a function of NVML lists; drivers before 510 know the second of its names only."""
-    lists = (told(getattr(nvml, each, lambda _: None), handle) for each in (name, f"{name}_v2"))
-    return next((each for each in lists if each is not None), ())
+def _known_as(nvml: ModuleType, handle: object, *names: str) -> Any:
+    """What a function tells under the first of its names that the driver knows: those before 510 or 535 have others."""
+    answers = (told(getattr(nvml, name, lambda _: None), handle) for name in names)
+    return next((each for each in answers if each is not None), None)
 
 
 def _with_nvml(ask: Callable[[ModuleType], Answer]) -> Answer | None:
@@ -219,10 +221,8 @@ class Sensors:
 
     def throttle_mask(self) -> int | None:
         """Why the clocks are held back now, as NVML's bits; None where the device does not tell."""
-        nvml, handle = self._nvml, self._handle
-        mask = told(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
-        if mask is None:  # drivers before 535 know this name only
-            mask = told(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        mask: int | None = _known_as(self._nvml, self._handle, *names)
         return mask
 
     def uuid(self) -> str | None:
@@ -269,3 +269,37 @@ class Sensors:
             after = self.joules()
             if before is not None and after is not None:
                 readings.joules = after - before
+
+
+class Energy:
+    """Joules of work between pauses, by the counter of a device.
+
+    Between two moves the counter says nothing: stretches of work whose pauses are no longer than that are taken
+    together with them, and have their share of the time in what both drew.
+
+    Args:
+        read: the counter, in joules; None where the device has none.
+
+    Attributes:
+        joules: so far; None where the device has no counter.
+    """
+
+    def __init__(self, read: Callable[[], float | None]) -> None:
+        self._read, self._before, self._total = read, 0.0, 0.0  # the stretches that are together now, and with them
+        self._since, self._first, self._worked, self._ended = 0.0, 0.0, 0.0, float("-inf")
+        self.joules: float | None = None if read() is None else 0.0
+
+    @contextlib.contextmanager
+    def of_work(self) -> Iterator[None]:
+        """Counts what the block takes."""
+        began, before = time.perf_counter(), self._read()
+        yield
+        ended, after = time.perf_counter(), self._read()
+        if self.joules is None or before is None or after is None:
+            return
+        if began - self._ended > _MOVES_SECONDS:
+            self._since, self._first, self._worked, self._before = began, before, 0.0, self._total
+        self._worked, self._ended = self._worked + ended - began, ended
+        share = min(1.0, self._worked / max(ended - self._since, 1e-9))
+        self._total = self._before + share * (after - self._first)
+        self.joules = max(self.joules, self._total)

@@ -7,10 +7,6 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from batchtune.document.configuration import Configuration as Configuration
-from batchtune.document.configuration import by_configuration as by_configuration
-from batchtune.document.configuration import config_of as config_of
-from batchtune.document.configuration import is_of as is_of
 from batchtune.document.probe import Attempt as Attempt
 from batchtune.document.probe import Count, Figure, Record, Size, Text
 from batchtune.document.probe import DataParallel as DataParallel
@@ -27,6 +23,7 @@ from batchtune.document.probe import ThroughputFit as ThroughputFit
 from batchtune.document.probe import ThroughputPoint as ThroughputPoint
 from batchtune.document.probe import Value as Value
 from batchtune.document.study import NO_CLIPPING as NO_CLIPPING
+from batchtune.document.study import Configuration as Configuration
 from batchtune.document.study import CurvePoint as CurvePoint
 from batchtune.document.study import GradientClipping as GradientClipping
 from batchtune.document.study import Landscape as Landscape
@@ -40,6 +37,9 @@ from batchtune.document.study import ScalingPoint as ScalingPoint
 from batchtune.document.study import Straggler as Straggler
 from batchtune.document.study import Target as Target
 from batchtune.document.study import Trial as Trial
+from batchtune.document.study import by_configuration as by_configuration
+from batchtune.document.study import config_of as config_of
+from batchtune.document.study import is_of as is_of
 from batchtune.version import __version__
 
 SCHEMA_VERSION = 1

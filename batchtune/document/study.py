@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -304,3 +305,27 @@ class Recommendation(Record):
     def variant(self) -> Variant:
         """What to train by."""
         return Variant(self.strategy, self.activation_checkpointing)
+
+
+Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None, Variant]
+"""What makes two trials the same configuration."""
+
+
+def config_of(found: Trial | Recommendation | ScalingPoint) -> Configuration:
+    """What makes two of them the same configuration, whatever their seed and how a batch is made up."""
+    size = found.batch_size if isinstance(found, Trial) else found.global_batch_size
+    arguments = tuple(sorted(found.optimizer_arguments.items()))
+    return size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping, found.variant
+
+
+def by_configuration(trials: Iterable[Trial]) -> dict[Configuration, list[Trial]]:
+    """The runs of each configuration, both in their order."""
+    found: dict[Configuration, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(config_of(trial), []).append(trial)
+    return found
+
+
+def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
+    """Whether a trial ran with exactly this configuration."""
+    return configuration is not None and config_of(trial) == config_of(configuration)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import json
-import math
 import os
 import queue
 import signal
@@ -24,7 +23,7 @@ from typing import IO, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from batchtune.document import NO_CLIPPING, GradientClipping, Value
-from batchtune.vocabulary import Goal, LengthBatches, Variant
+from batchtune.vocabulary import Goal, LengthBatches, Variant, meets
 
 _GROUP_VARIABLE = "BATCHTUNE_GROUP"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 45_000}
@@ -158,9 +157,7 @@ class RunSpec:
 
     def reached(self, value: float) -> bool:
         """Whether a metric value meets the target."""
-        if self.target is None or not math.isfinite(value):
-            return False
-        return value <= self.target if self.goal == "minimize" else value >= self.target
+        return meets(value, self.target, self.goal)
 
 
 @dataclass(frozen=True)

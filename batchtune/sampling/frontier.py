@@ -86,6 +86,7 @@ def _shown(numbers: tuple[int, ...]) -> str:
 
 def _largest_batches(result: Measured) -> Mapping[Length, int]:
     from batchtune.document import Document
+    from batchtune.report.view.lengths import largest_batches
     from batchtune.result import load_result
 
     if isinstance(result, Mapping):
@@ -99,11 +100,7 @@ def _largest_batches(result: Measured) -> Mapping[Length, int]:
         result = load_result(result)
     if not isinstance(result, Document):
         raise UsageError(f"result is {kind_of(result)}; it must be a result, its path, or a dict {{length: batch}}")
-    probe = result.probe
-    if probe is None or not probe.lengths:
-        raise UsageError(f"this {result.kind} has no lengths; run 'batchtune probe {result.task.path} --lengths auto'")
-    if probe.lacks_length_check:
-        raise UsageError(f"this probe ended before its lengths were checked together; run it again: {result.task.path}")
-    if probe.inference:
+    measured = largest_batches(result)
+    if result.probe is not None and result.probe.inference:
         raise UsageError("this probe is of inference: it has no batches to train with; probe without --inference")
-    return {point.length: point.max_batch_size for point in probe.lengths}
+    return measured

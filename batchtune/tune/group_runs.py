@@ -77,6 +77,6 @@ def _runs(study: TuneStudy, point: ScalingPoint, same: list[Trial], kind: str, o
                 most_step_seconds=None,
             )
             run = run_trial(group, spec, lambda _: True, tolerant=True)
-            if run.message is not None:
-                observer.note(f"a run on {point.world_size} ranks: {run.message}")
+            if run.failure is not None:
+                observer.note(f"a run on {point.world_size} ranks: {run.failure}")
             yield measured(run.curve, run.outcome, study.target)

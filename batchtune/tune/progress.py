@@ -113,10 +113,6 @@ class Progress:
             now = time.perf_counter()
             self._save_due = now + (now - began) / _SAVING_SHARE
 
-    def show(self, words: str) -> None:
-        """Redraws the page of the run now and then; `words` say where it stands."""
-        self.folder.show(lambda: self.document("interrupted"), words)
-
     def save_if_possible(self, status: Status, error: BatchtuneError) -> Result:
         """The document at the end of a run that stops; where it cannot be written, the caller still has it to show."""
         with contextlib.suppress(UsageError):
@@ -212,4 +208,4 @@ class Recorder(Forwarder):
 
     def _show(self) -> None:
         """Redraws the page of the run; never while a run waits to go on, whose time is measured."""
-        self._progress.show(self._stage + self._done)
+        self._progress.folder.show(lambda: self._progress.document("interrupted"), self._stage + self._done)

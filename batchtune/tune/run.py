@@ -11,7 +11,7 @@ from typing import TypeVar
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.result import ROOT, Result, of_first_rank
+from batchtune.result import Result, of_first_rank
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan.configure import configure, identity_of, read_warm_start
 from batchtune.tune.plan.open_task import require_executor
@@ -28,16 +28,14 @@ def configure_and_run(
     *,
     fresh: bool,
     observer: Observer,
-    root: Path = Path(ROOT),
+    root: Path,
     warm_start: str | os.PathLike[str] | None,
-    began: float | None = None,
 ) -> Result:
     """What `run_tune` finds by the configuration that `configure` makes; the same in all processes of torchrun.
 
-    `budget.total` counts from `began` (`time.perf_counter`) on, or from now: reading what the user trains with today
-    may take a while, too.
+    `budget.total` counts from now on: reading what the user trains with today may take a while, too.
     """
-    began = time.perf_counter() if began is None else began
+    began = time.perf_counter()
 
     def work() -> Result:
         config = configure(given, options, observer, save_config)

@@ -72,8 +72,9 @@ def scaling(
     seconds = step.seconds(found.micro_batch_size, found.gradient_accumulation_steps, 1)
     one = {"world_size": 1, "step_seconds": seconds, "is_estimate": False}  # the rank that the recommendation ran on
     points = [ScalingPoint.model_validate(dict(found) | one)]
+    first = {config: group[0] for config, group in by_configuration(trials).items()}
     for world_size in WORLD_SIZES[1:]:
-        every = {config: _point(config, each, world_size, step) for config, each in times.items()}
+        every = {config: _point(first[config], each, world_size, step) for config, each in times.items()}
         options = {config: point for config, point in every.items() if point is not None}
         if options:
             best = min(options.values(), key=lambda each: each.time_to_target_seconds.median)
@@ -135,32 +136,26 @@ def _times(
     return times
 
 
-def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
-    batch_size, rate, precision, arguments, clipping, variant = config
-    largest = step.largest(variant)
-    here = split(batch_size, world_size, largest)
+def _point(trial: Trial, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
+    """What a trial's configuration would come to on so many ranks; None where its batch cannot be split."""
+    largest = step.largest(trial.variant)
+    here = split(trial.batch_size, world_size, largest)
     if here is None:
         return None
-    seconds, alone = step.seconds(*here, world_size), step.seconds(*split_batch(batch_size, largest), 1)
+    seconds, alone = step.seconds(*here, world_size), step.seconds(*split_batch(trial.batch_size, largest), 1)
     ratio, one = seconds / alone, median_interval(times)
-    return ScalingPoint(
-        world_size=world_size,
-        global_batch_size=batch_size,
-        micro_batch_size=here[0],
-        gradient_accumulation_steps=here[1],
-        learning_rate=rate,
-        precision=precision,
-        optimizer_arguments=dict(arguments),
-        gradient_clipping=clipping,
-        activation_checkpointing=variant.activation_checkpointing,
-        step_seconds=seconds,
-        time_to_target_seconds=Interval(
-            median=one.median * ratio,
-            low=one.low * ratio * (1 - step.error),
-            high=one.high * ratio * (1 + step.error),
-        ),
-        is_estimate=True,
-    )
+    low, high = one.low * ratio * (1 - step.error), one.high * ratio * (1 + step.error)
+    changes = {
+        "world_size": world_size,
+        "global_batch_size": trial.batch_size,
+        "micro_batch_size": here[0],
+        "gradient_accumulation_steps": here[1],
+        "step_seconds": seconds,
+        "time_to_target_seconds": Interval(median=one.median * ratio, low=low, high=high),
+        "energy_to_target_joules": None,
+        "is_estimate": True,
+    }
+    return ScalingPoint.model_validate(dict(trial) | changes)  # what else it trained with has the same names
 
 
 def _devices(config: Config, opened: Opened) -> int:

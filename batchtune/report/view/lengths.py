@@ -21,8 +21,8 @@ def has_lengths(result: Document) -> bool:
     return result.probe is not None and bool(result.probe.lengths)
 
 
-def _largest_batches(result: Document) -> dict[Length, int]:
-    """The largest batch of each length, shortest first."""
+def largest_batches(result: Document) -> dict[Length, int]:
+    """The largest batch of each length, shortest first; UsageError where there are none, or none checked together."""
     points = result.probe.lengths if result.probe else ()
     if not points:
         raise UsageError(
@@ -39,7 +39,7 @@ def lhotse(ran: Ran) -> Fields:
     Raises:
         UsageError: the result has no lengths.
     """
-    batches = _largest_batches(ran.result)
+    batches = largest_batches(ran.result)
     bins = [length if isinstance(length, int) else list(length) for length in batches]
     return {
         "use_bucketing": True,
@@ -63,7 +63,7 @@ def fairseq(ran: Ran) -> Fields:
     Raises:
         UsageError: the result has no lengths, those of several numbers, or too few of them in between.
     """
-    batches = {length: batch for length, batch in _largest_batches(ran.result).items() if isinstance(length, int)}
+    batches = {length: batch for length, batch in largest_batches(ran.result).items() if isinstance(length, int)}
     if not batches:
         raise UsageError("max_tokens counts one length of a sample, and these have several; take --format lhotse")
     tokens, longest = most_tokens(batches), max(batches)

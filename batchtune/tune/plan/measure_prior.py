@@ -14,7 +14,6 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
 from batchtune.tune.plan.configure import DECADES, WarmStart
-from batchtune.tune.plan.learning_rate import rate_belief
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import (
     Candidates,
@@ -22,13 +21,14 @@ from batchtune.tune.plan.prior import (
     candidate_batch_sizes,
     fastest_split,
     nearest,
+    rate_belief,
     splits_to_time,
     start_batch_size,
     step_seconds,
     with_loading,
 )
 from batchtune.tune.plan.space import Plan, rates_to_search
-from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
+from batchtune.tune.plan.tokens import in_samples, prior_in_tokens, probe_in_tokens, token_batches
 
 PRIOR_SHARE = 0.1  # of budget.total, and no more than one run: what range test and noise scale may take together
 STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
@@ -98,11 +98,11 @@ def measure_prior(
     observer: Observer,
     warm_start: WarmStart | None = None,
 ) -> Prior:
-    """Measures what the search starts from, as far as an earlier study does not tell it.
+    """Measures what the search starts from, as far as an earlier study does not tell it; of a study in tokens, too.
 
     What cannot be measured is left out, and the reason says so.
     """
-    started = time.perf_counter()
+    started, asked, probed, config = time.perf_counter(), config, probe, in_samples(config)
     micro, micro_reason = _split(config, probe, worker)
     loading = _loader_seconds(config, probe, worker)
     probe = of_the_study(probe, loading, opened)
@@ -136,7 +136,7 @@ def measure_prior(
         seconds=round(time.perf_counter() - started, 3),
     )
     _tell(prior, observer)
-    return prior
+    return prior_in_tokens(asked, probed, opened, prior)
 
 
 def _tell(prior: Prior, observer: Observer) -> None:

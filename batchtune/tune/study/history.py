@@ -21,12 +21,6 @@ from batchtune.tune.verdict.scores import SECONDS, Cost
 from batchtune.vocabulary import Variant
 
 _OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping", VARIANT}
-_KEPT = (  # attributes that have a field's name
-    *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
-    *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
-    *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message", "world_size"),
-    *("nodes", "straggler"),
-)
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
 INTERRUPTED = "interrupted before its end, so that the study runs it again"
@@ -39,34 +33,29 @@ _FASTEST, _ABOUT = 0.1, 1.15  # share of all steps that tell how fast the machin
 _KNOWN, _PREDICTED = 1.33, 2.0  # times as long as runs of its size had it, or as foretold by others, a step may take
 
 
-def is_settled(trial: FrozenTrial) -> bool:
-    """Whether it is known what the trial tries; one that is cut off while the sampler proposes has no parameters."""
-    return {"batch_size", "learning_rate"} <= params_of(trial).keys()
-
-
 def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
     params = params_of(trial)
-    kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
-    kept["state"] = trial.state.name.lower()
+    kept = {name: attributes[name] for name in attributes.keys() & Trial.model_fields.keys()}
     if attributes.get(RAISED):
         kept["outcome"] = "user_error"
     elif trial.state is TrialState.FAIL and "outcome" not in attributes:
         kept.setdefault("message", INTERRUPTED)
-    told = Variant(attributes.get("strategy"), attributes.get("activation_checkpointing"))
-    kept |= (Variant.named(params[VARIANT]) if VARIANT in params else told)._asdict()
-    return Trial(
-        number=trial.number,
-        batch_size=int(params["batch_size"]),
-        learning_rate=float(params["learning_rate"]),
-        precision=str(params.get("precision", attributes.get("precision", "fp32"))),
-        optimizer_arguments={name: value for name, value in params.items() if name not in _OURS},
-        seed=int(attributes.get("seed", 0)),
-        value=attributes.get("best_value"),
-        curve=to_curve(attributes.get("curve", [])),
-        **kept,
-    )
+    if VARIANT in params:
+        kept |= Variant.named(params[VARIANT])._asdict()
+    own = {
+        "number": trial.number,
+        "state": trial.state.name.lower(),
+        "batch_size": int(params["batch_size"]),
+        "learning_rate": float(params["learning_rate"]),
+        "precision": str(params.get("precision", attributes.get("precision", "fp32"))),
+        "optimizer_arguments": {name: value for name, value in params.items() if name not in _OURS},
+        "seed": int(attributes.get("seed", 0)),
+        "value": attributes.get("best_value"),
+        "curve": to_curve(attributes.get("curve", [])),
+    }
+    return Trial.model_validate(kept | own)
 
 
 def curve_attribute(curve: list[CurvePoint]) -> list[tuple[float | int | None, ...]]:
@@ -93,12 +82,10 @@ class StudyHistory:
         # those ended change no more and are not looked at again: what a trial costs must not grow with their number
         number, ended = self._ended
         later = self._study.get_trials(deepcopy=False)[number:]
-        records = [to_record(trial) if is_settled(trial) else None for trial in later]
         over = next((index for index, trial in enumerate(later) if not trial.state.is_finished()), len(later))
-        if over:
-            ended = [*ended, *(record for record in records[:over] if record is not None)]
-            self._ended = number + over, ended
-        return [*ended, *(record for record in records[over:] if record is not None)]
+        ended = [*ended, *_records(later[:over])]
+        self._ended = number + over, ended
+        return [*ended, *_records(later[over:])]
 
     def wall_seconds(self, role: Role | None = None) -> float:
         """Wall-clock time in which trials (of one role) ran, with evaluation; what ran at the same time counts once.
@@ -237,6 +224,11 @@ class StudyHistory:
         smaller = [(math.prod(each), pace) for each, pace in known.items() if math.prod(each) < math.prod(shape)]
         size, pace = max(smaller, default=(1, 0.0))
         return _PREDICTED * max(scaled, math.prod(shape) / size * pace)
+
+
+def _records(trials: Sequence[FrozenTrial]) -> list[Trial]:
+    """Those of which it is known what they try; one that is cut off while the sampler proposes has no parameters."""
+    return [to_record(each) for each in trials if {"batch_size", "learning_rate"} <= params_of(each).keys()]
 
 
 def _span(trial: FrozenTrial, cost: Cost) -> tuple[float, float] | None:

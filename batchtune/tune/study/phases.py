@@ -16,7 +16,7 @@ from batchtune.tune.study.budget import AGAIN, Clock, StudyParts, with_run_lengt
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.storage import open_study
-from batchtune.tune.study.trials import LOOK_SECONDS, Trials
+from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
 
 
@@ -80,8 +80,9 @@ class TuneStudy:
                 parts.observer.stage("searching")
                 self.search.run()
                 self._confirm()
-        if parts.machines.several:
-            _await_others(parts, self.trials)
+        if parts.machines.several and parts.history.is_under_way() and parts.budget.seconds_left() > 0:
+            parts.observer.announce("waiting for the last runs of other machines")  # which may change the answer
+            self.trials.drain(awaited="any")
 
     def _search(self) -> None:
         parts = self.parts
@@ -184,12 +185,3 @@ class TuneStudy:
         if found is None:
             raise NothingFitsError(self.parts.targets.unmet(self.parts.budget.enough()))
         return found
-
-
-def _await_others(parts: StudyParts, trials: Trials) -> None:
-    """Waits for other machines' last runs, which may change the answer; those of dead ones are done again here."""
-    if parts.history.is_under_way() and parts.budget.seconds_left() > 0:
-        parts.observer.announce("waiting for the last runs of other machines")
-    while parts.history.is_under_way() and parts.budget.seconds_left() > 0:
-        trials.drain()
-        time.sleep(LOOK_SECONDS)

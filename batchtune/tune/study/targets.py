@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from optuna import Study
@@ -14,7 +13,7 @@ from batchtune.protocol.messages import Json
 from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
 from batchtune.units import duration
-from batchtune.vocabulary import FAILED, Goal
+from batchtune.vocabulary import FAILED, Goal, meets
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
@@ -116,7 +115,7 @@ class Targets:
         """Values before training that meet the target already: then no time to it means anything."""
         target = self.current
         starts = [trial.curve[0].value for trial in self._history.records() if trial.curve]
-        return [value for value in starts if value is not None and meets(value, target)]
+        return [value for value in starts if value is not None and meets(value, target.value, target.goal)]
 
     def unmet(self, enough: str) -> str:
         """Why a study that has run to its end has nothing to recommend; `enough` is a budget.total to search in."""
@@ -202,16 +201,9 @@ def measured(curve: list[CurvePoint], outcome: str, target: Target) -> Json:
     if values:
         attributes["best_value"] = min(values) if target.goal == "minimize" else max(values)
     for point in curve if outcome not in FAILED else []:
-        if meets(point.value, target):
+        if meets(point.value, target.value, target.goal):
             attributes |= {SECONDS.attribute: point.seconds, "samples_to_target": point.samples}
             if point.joules:  # less than the counter shows is no measurement
                 attributes[JOULES.attribute] = point.joules
             return attributes | {"outcome": "reached"}
     return attributes | {"outcome": outcome}
-
-
-def meets(value: float | None, target: Target) -> bool:
-    """Whether a value of the metric is as good as the target; never where there is none."""
-    if value is None or target.value is None or not math.isfinite(value):
-        return False
-    return value <= target.value if target.goal == "minimize" else value >= target.value

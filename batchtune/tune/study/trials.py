@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
@@ -65,7 +66,7 @@ class Trials:
             self._study.tell(trial.number, state=TrialState.FAIL)
             requeue(self._study, trial)
 
-    def drain(self, awaited: Role | None = None) -> None:
+    def drain(self, awaited: Role | Literal["any"] | None = None) -> None:
         """Runs whatever is queued, and waits for other machines' runs of the `awaited` role, or takes them over."""
         parts = self._parts
 
@@ -76,7 +77,7 @@ class Trials:
             if awaited is None or not parts.machines.several or parts.budget.seconds_left() <= 0:
                 return False
             time.sleep(LOOK_SECONDS)
-            return parts.history.is_under_way(awaited)
+            return parts.history.is_under_way(None if awaited == "any" else awaited)
 
         parts.pool.work(run_queued)
 
@@ -160,7 +161,7 @@ class Trials:
             outcome = "capped"
         attributes: Json = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
         found = {
-            "message": run.message,
+            "message": run.failure and str(run.failure),
             "total_steps": run.total_steps,
             "optimizer": run.optimizer,
             "straggler": run.straggler and {"rank": run.straggler[0], "times": round(run.straggler[1], 2)},
@@ -265,11 +266,6 @@ class TrialRun(RunEnd):
     curve: list[CurvePoint]
     wall_seconds: float
     failure: WorkerDied | UserCodeError | None
-
-    @property
-    def message(self) -> str | None:
-        """Why it failed, if it did."""
-        return None if self.failure is None else str(self.failure)
 
 
 def run_trial(

@@ -10,7 +10,7 @@ import torch
 from batchtune.child import training_run as loop
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
-from batchtune.device import _base, energy
+from batchtune.device import _base, nvml
 from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunSpec
@@ -57,7 +57,7 @@ def plateau(optimizer, watched=None):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loop, _base, energy):
+    for module in (loop, _base, nvml):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(loop, "waited_seconds", lambda: clock.waited)
     return clock

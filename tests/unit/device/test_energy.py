@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchtune.device import energy
+from batchtune.device import nvml
 
 
 class Device:
@@ -28,13 +28,13 @@ class Device:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(energy, "time", device)
+    monkeypatch.setattr(nvml, "time", device)
     return device
 
 
 def measured(device, work, pause, seconds):
     """Joules of so many seconds of work, by what they were truly."""
-    found, worked, steps = energy.Energy(device.joules), 0.0, []
+    found, worked, steps = nvml.Energy(device.joules), 0.0, []
     while worked < seconds:
         with found.of_work():
             device.draw(*work)
@@ -64,7 +64,7 @@ def test_pauses_that_the_counter_cannot_tell_from_work_have_their_share(device):
 
 
 def test_a_device_without_a_counter_has_no_figure(device):
-    found = energy.Energy(lambda: None)
+    found = nvml.Energy(lambda: None)
     with found.of_work():
         device.draw(100, 1.0)
     assert found.joules is None
