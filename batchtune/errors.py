@@ -116,8 +116,14 @@ class EpochTooShortError(UserCodeError):
         self.samples = samples
 
 
-class NoLossScaleError(UserCodeError):
-    """Optimizers are stepped in a way that fp16's loss scale does not go with; bf16 and fp32 have none."""
+class HalfPrecisionError(UserCodeError):
+    """The half precision is why a step fails at every size, by its loss scale or by autocast; fp32 trains."""
+
+
+def fp32_instead(precision: str, error: str) -> str:
+    """What is said where fp32 takes the place of a half precision that nobody asked for, by what that failed with."""
+    reason = error.partition("; ")[0].partition(". ")[0].rpartition(": ")[2]
+    return f"fp32 and not {precision}, since {reason}"
 
 
 class NothingFitsError(BatchtuneError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
-from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
+from batchtune.errors import BatchtuneError, HalfPrecisionError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import length_warnings
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
@@ -45,6 +45,7 @@ class Findings:
         bounds: of the sizes to try.
         attempts: all, in order.
         frames: of the user's code, where that raised last.
+        fails_in_half: whether its half precision is why it raised.
         checks: those of them that evaluated and saved, too.
         batches_differ: in what they take, as where each is padded to its longest sample.
         verified: the final check that passed at the largest size.
@@ -62,6 +63,7 @@ class Findings:
     bounds: Bounds
     attempts: list[Attempt]
     frames: str = ""
+    fails_in_half: bool = False
     checks: list[Check] = field(default_factory=list)
     batches_differ: bool = False
     verified: Attempt | None = None
@@ -171,14 +173,18 @@ class Findings:
             *(mapping_warnings(self.attempts) if self.opened.device == "cpu" else []),
         ]
 
+    def raised(self, message: str | None) -> UserCodeError:
+        """The error of the user's code, as an attempt has told it."""
+        return (HalfPrecisionError if self.fails_in_half else UserCodeError)(str(message), self.frames)
+
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
             others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
-            hint = f" (sizes {tried} were tried; {others})" if " " in tried else ""
+            hint = f" (sizes {tried} were tried; {others})" if " " in tried and not self.fails_in_half else ""
             last = self.attempts[-1].message  # that of the first may only be of too few samples
-            return UserCodeError(f"{last}{hint}", self.frames)
+            return self.raised(f"{last}{hint}")
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
