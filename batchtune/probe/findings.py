@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from batchtune.config.probe import Bounds, ProbeOptions
@@ -26,6 +27,10 @@ _ADDS_UP = (
 )
 _KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
+_SIZE_ITSELF = re.compile(
+    r" at batch size [\d,]+|\(\d+(?=x\d+ and \d+x\d+\))"
+)  # rows of a product that has no inner size
+_OF_BATCHES = re.compile(r" raised AssertionError\b|\bbatch(es)?\b|\b(divisible|multiple)\b")
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
     "inference oom": "use a smaller model, a lower precision or a larger --memory-limit",
@@ -182,7 +187,8 @@ class Findings:
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
             others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
-            hint = f" (sizes {tried} were tried; {others})" if " " in tried and not self.fails_in_half else ""
+            may_help = not self.fails_in_half and _may_depend_on_size(each.message or "" for each in self.attempts)
+            hint = f" (sizes {tried} were tried; {others})" if " " in tried and may_help else ""
             last = self.attempts[-1].message  # that of the first may only be of too few samples
             return self.raised(f"{last}{hint}")
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
@@ -195,6 +201,12 @@ class Findings:
         ended = f"batch size {first.batch_size:,} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self.limit))
         return NothingFitsError(f"nothing fits{limit}: {ended}{leak}; {remedy}")
+
+
+def _may_depend_on_size(messages: Iterable[str]) -> bool:
+    """Whether another size may cure errors: they differ by size, but for its own mention, or speak of batches."""
+    told = {_SIZE_ITSELF.sub("", each) for each in messages}
+    return len(told) > 1 or any(_OF_BATCHES.search(each) for each in told)
 
 
 def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:
