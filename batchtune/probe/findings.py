@@ -178,9 +178,9 @@ class Findings:
             *(mapping_warnings(self.attempts) if self.opened.device == "cpu" else []),
         ]
 
-    def raised(self, message: str | None) -> UserCodeError:
+    def raised(self, message: str | None, remedy: str = "") -> UserCodeError:
         """The error of the user's code, as an attempt has told it."""
-        return (HalfPrecisionError if self.fails_in_half else UserCodeError)(str(message), self.frames)
+        return (HalfPrecisionError if self.fails_in_half else UserCodeError)(str(message), self.frames, remedy)
 
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
@@ -190,7 +190,7 @@ class Findings:
             may_help = not self.fails_in_half and _may_depend_on_size(each.message or "" for each in self.attempts)
             hint = f" (sizes {tried} were tried; {others})" if " " in tried and may_help else ""
             last = self.attempts[-1].message  # that of the first may only be of too few samples
-            return self.raised(f"{last}{hint}")
+            return self.raised(last, hint)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
