@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from batchtune.config import checks, options
 
 if TYPE_CHECKING:
-    from batchtune.config.schema import Config
+    from batchtune.config import schema
     from batchtune.observer import Observer
     from batchtune.result import Result
 
@@ -125,9 +125,10 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 
     The search is that of `probe`, and so are its outcomes; the size returned has run last, after all that failed, for
     20 steps. Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot
-    be got over. A limit on the CPU's memory counts what comes on top of the process as it stands. A fifth of it is kept
-    free, since later steps may take that much more, and sizes are told apart no finer than 5 %. It holds for the whole
-    process (on Linux, as a limit on its address space) and is lifted before this returns.
+    be got over. A limit on the CPU's memory counts what comes on top of the process as it stands, what is imported for
+    the search (some 15 MiB) included. A fifth of the rest is kept free, since later steps may take that much more, and
+    sizes are told apart no finer than 5 %. It holds for the whole process (on Linux, as a limit on its address space)
+    and is lifted before this returns.
 
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.
@@ -145,11 +146,15 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
         batchtune.errors.UsageError: an argument cannot be used as given.
         Exception: what `step` raised, where it raises it at every size.
     """
+    from batchtune.device.host import resident_bytes
+
+    held_before = resident_bytes()  # for what is imported now is of the search, and stays
     from batchtune.config.probe import Bounds
     from batchtune.probe.in_process import find_in_process
 
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
     how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
+    how |= {"held_before": held_before}
 
     def find(step: Step) -> int:
         with options.asked_by_call(find_batch_size):  # where it decorates, this runs after it has returned
@@ -202,7 +207,7 @@ def estimate(  # noqa: D417 - takes_options adds them
 
 @options.takes_options
 def tune(  # noqa: D417 - takes_options adds them
-    config: str | os.PathLike[str] | Config,
+    config: str | os.PathLike[str] | schema.Config,
     *,
     batch_size: options.BaselineBatchSize = None,
     lr: options.BaselineRate = None,
@@ -243,7 +248,7 @@ def tune(  # noqa: D417 - takes_options adds them
 
 
 @options.takes_options
-def check(config: Config, *, observer: Observer | None = None) -> dict[str, object]:
+def check(config: schema.Config, *, observer: Observer | None = None) -> dict[str, object]:
     """Opens the task of a configuration as `tune` would, and trains nothing.
 
     Returns:

@@ -50,10 +50,12 @@ class BatchtuneError(Exception):
     Attributes:
         exit_code: what the command line exits with.
         result: what was measured before the error, when anything was.
+        remedy: how the message may end in batchtune's words, behind those of the user's code.
     """
 
     exit_code: ClassVar[int] = 1
     result: Document | None = None
+    remedy: str = ""
 
     def __init__(self, detail: str, *, setting: Setting | None = None) -> None:
         self.detail, self.setting = detail, setting
@@ -77,10 +79,12 @@ class BatchtuneError(Exception):
             name = names.get(found["flag"] or "")
             return found[0] if name is None else f"{name.partition('=')[0]}=" if found["value"] else name
 
-        own, raised, users = str(self).partition(" raised ")  # whose words are the user's
+        whole = str(self)
+        text = whole.removesuffix(self.remedy)
+        own, raised, users = text.partition(" raised ")  # whose words are the user's
         first = _FLAG_FIRST.match(own)
         own = f"{first[1]}={own[first.end() :]}" if first and first[1] in names else own
-        text = _FLAG.sub(said, own) + raised + users
+        text = _FLAG.sub(said, own) + raised + users + _FLAG.sub(said, whole[len(text) :])
         self.detail, self.setting, self.args = text, None, (text,)
 
 
@@ -99,9 +103,9 @@ class UserCodeError(BatchtuneError):
 
     exit_code = 3
 
-    def __init__(self, message: str, frames: str = "") -> None:
-        super().__init__(message)
-        self.frames = frames
+    def __init__(self, message: str, frames: str = "", remedy: str = "") -> None:
+        super().__init__(message + remedy)
+        self.frames, self.remedy = frames, remedy or self.remedy
 
 
 class EpochTooShortError(UserCodeError):
@@ -116,8 +120,22 @@ class EpochTooShortError(UserCodeError):
         self.samples = samples
 
 
-class NoLossScaleError(UserCodeError):
-    """Optimizers are stepped in a way that fp16's loss scale does not go with; bf16 and fp32 have none."""
+class HalfPrecisionError(UserCodeError):
+    """The half precision is why a step fails at every size, by its loss scale or by autocast; fp32 trains.
+
+    Where autocast refuses a loss, the message ends in the remedy.
+    """
+
+    remedy = (
+        " Take binary_cross_entropy_with_logits or BCEWithLogitsLoss without the sigmoid, or use --precision fp32 (in "
+        "a configuration precision: fp32)"
+    )
+
+
+def fp32_instead(precision: str, error: str) -> str:
+    """What is said where fp32 takes the place of a half precision that nobody asked for, by what that failed with."""
+    reason = error.partition("; ")[0].partition(". ")[0].rpartition(": ")[2]
+    return f"fp32 and not {precision}, since {reason}"
 
 
 class NothingFitsError(BatchtuneError):

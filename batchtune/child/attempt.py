@@ -20,7 +20,7 @@ from batchtune.child.trainer import Trainer, require_finite, training_loader, wi
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
-from batchtune.errors import EpochTooShortError, UsageError
+from batchtune.errors import EpochTooShortError, HalfPrecisionError, UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
 from batchtune.task.contract import Task, describe_user_error
 from batchtune.task.state import kept_random_numbers
@@ -71,17 +71,17 @@ def _held_bytes(memory: DeviceMemory) -> int | None:
 
 def _explain(error: BaseException, batch_size: int) -> Tried:
     """How an attempt ended; the error's frames are freed, since they hold the step's tensors."""
-    message, frames = _CPU_PREFIX.sub("", message_of(error)), ""
+    message, frames, fails_in_half = _CPU_PREFIX.sub("", message_of(error)), "", False
     if (outcome := classify(error)) == "user_error":
         described = describe_user_error(error, f"at batch size {batch_size:,} (not an out-of-memory error)")
-        message, frames = str(described), described.frames
+        message, frames, fails_in_half = str(described), described.frames, isinstance(described, HalfPrecisionError)
         cause = message_of(error)
         message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
     most = error.samples if isinstance(error, EpochTooShortError) else None
     ended = Attempt(batch_size=batch_size, outcome=outcome, message=message, maps_file=maps_file(error) or None)
     usable = leaves_device_usable(error)
     free_frames(error)
-    return Tried(attempt=ended, usable=usable, frames=frames, most_samples=most)
+    return Tried(attempt=ended, usable=usable, frames=frames, most_samples=most, fails_in_half=fails_in_half)
 
 
 class _Steps:

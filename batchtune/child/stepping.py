@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchtune.document import GradientClipping
-from batchtune.errors import DeviceError, NoLossScaleError, UserCodeError, kind_of
+from batchtune.errors import DeviceError, HalfPrecisionError, UserCodeError, kind_of
 from batchtune.task.adapting import Adapted, clip_gradients
 from batchtune.task.optimizers import Optimizers
 
@@ -199,7 +199,7 @@ class StepContext:
         again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
         if scaled and (closure is not None or again):
             why = "with a closure" if closure is not None else "twice in one train_step"
-            raise NoLossScaleError(f"fp16's loss scale does not go with an optimizer stepped {why}; use bf16 or fp32")
+            raise HalfPrecisionError(f"fp16's loss scale does not go with an optimizer stepped {why}; use bf16 or fp32")
         if closure is not None and self.accumulation_steps > 1:
             raise UserCodeError("an optimizer stepped with a closure sees one micro-batch; do not accumulate")
         self._stepped.append(optimizer)

@@ -77,6 +77,11 @@ def proc_fields(path: Path) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE)}
 
 
+def resident_bytes() -> int:
+    """What is resident of this process; 0 where the system does not tell."""
+    return proc_fields(STATUS).get("VmRSS", 0)
+
+
 def processors() -> int:
     """Processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

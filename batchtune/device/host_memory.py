@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from batchtune.device._base import DeviceMemory, Peaks, require_no_more
-from batchtune.device.host import STATUS, proc_fields
+from batchtune.device.host import STATUS, proc_fields, resident_bytes
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 MEMINFO = Path("/proc/meminfo")
@@ -144,9 +144,9 @@ class HostMemory(DeviceMemory):
 def load_early(load: Callable[[], object]) -> None:
     """Loads before a fork what training would load, of whose memory it counts as a part."""
     global _loaded_early_bytes  # noqa: PLW0603 - of this process and its forks
-    before = proc_fields(STATUS).get("VmRSS", 0)
+    before = resident_bytes()
     load()
-    _loaded_early_bytes = _loaded_early_bytes or max(0, proc_fields(STATUS).get("VmRSS", 0) - before)
+    _loaded_early_bytes = _loaded_early_bytes or max(0, resident_bytes() - before)
 
 
 def shake_heap(number: int) -> None:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from batchtune.device.gpus import Gpu, all_gpus, gpus_called
 from batchtune.document import Estimate, EstimatedLength, Failure, MemoryDetail, Remedy, TaskInfo
-from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.errors import (
+    BatchtuneError,
+    HalfPrecisionError,
+    NothingFitsError,
+    RunInterrupted,
+    UsageError,
+    UserCodeError,
+)
 from batchtune.estimate.commands import EstimateMemory, LengthRow, Refusal, Row
 from batchtune.estimate.memory.events import Work
 from batchtune.estimate.tracers import Answered, ask, ask_tracers, facts_of
@@ -187,7 +194,7 @@ def _refusal(refusals: Sequence[Refusal | None]) -> UserCodeError | NothingFitsE
         return None
     failed = next((each for each in known if each.frames is not None), None)
     if failed is not None:
-        return UserCodeError(failed.refused, failed.frames or "")
+        return (HalfPrecisionError if failed.instead else UserCodeError)(failed.refused, failed.frames or "")
     hint = "" if "probe" in known[0].refused else "; 'batchtune probe' measures it where there is a GPU"
     return NothingFitsError(f"nothing could be estimated: {known[0].refused}{hint}")
 

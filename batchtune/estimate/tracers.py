@@ -12,7 +12,7 @@ from functools import partial
 
 from batchtune.device.gpus import Gpu
 from batchtune.document import MemoryDetail, Remedy
-from batchtune.errors import RunInterrupted
+from batchtune.errors import RunInterrupted, fp32_instead
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import PROGRAM, EstimateMemory, GpuFacts, Refusal, Row, Traced
 from batchtune.observer import Observer
@@ -114,10 +114,7 @@ def ask(
 
     found, instead, why = call(gpus), "", list[str]()
     if isinstance(found, Refusal) and found.instead and may_change:
-        instead, why = (
-            found.instead,
-            [f"{found.instead} and not {question.precision}: {found.refused.partition(';')[0]}"],
-        )
+        instead, why = found.instead, [fp32_instead(question.precision, found.refused)]
         question = question.but(precision=instead)
         found = call(gpus)
     if isinstance(found, Refusal):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.config.probe import ProbeOptions
+from batchtune.device.host import resident_bytes
 from batchtune.document import Attempt, Environment
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.mixing import remedy
@@ -91,9 +92,13 @@ def larger_with_room(
     return larger if larger > (1 + _WORTH_A_CHECK) * passed.batch_size else None
 
 
-def within_a_cpus(limit_bytes: int) -> tuple[int, str]:
-    """What of a CPU's limit a process may fill whose training is to go on, for it may take more; and a sentence."""
-    found = int(limit_bytes / (1 + _MOST_SPREAD))
+def within_a_cpus(limit_bytes: int, held_before: int | None) -> tuple[int, str]:
+    """What of a CPU's limit a process may fill whose training is to go on, for it may take more; and a sentence.
+
+    What it has taken since it held so many bytes is of the limit; None: nothing.
+    """
+    taken = resident_bytes() - held_before if held_before else 0
+    found = int(max(0, limit_bytes - taken) / (1 + _MOST_SPREAD))
     return found, f"up to {size(found)} is searched: the rest of the limit is for what later steps may take"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
-from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
+from batchtune.errors import BatchtuneError, HalfPrecisionError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import length_warnings
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
@@ -26,6 +27,10 @@ _ADDS_UP = (
 )
 _KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
+_SIZE_ITSELF = re.compile(
+    r" at batch size [\d,]+|\(\d+(?=x\d+ and \d+x\d+\))"
+)  # rows of a product that has no inner size
+_OF_BATCHES = re.compile(r" raised AssertionError\b|\bbatch(es)?\b|\b(divisible|multiple)\b")
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
     "inference oom": "use a smaller model, a lower precision or a larger --memory-limit",
@@ -45,6 +50,7 @@ class Findings:
         bounds: of the sizes to try.
         attempts: all, in order.
         frames: of the user's code, where that raised last.
+        fails_in_half: whether its half precision is why it raised.
         checks: those of them that evaluated and saved, too.
         batches_differ: in what they take, as where each is padded to its longest sample.
         verified: the final check that passed at the largest size.
@@ -62,6 +68,7 @@ class Findings:
     bounds: Bounds
     attempts: list[Attempt]
     frames: str = ""
+    fails_in_half: bool = False
     checks: list[Check] = field(default_factory=list)
     batches_differ: bool = False
     verified: Attempt | None = None
@@ -171,14 +178,19 @@ class Findings:
             *(mapping_warnings(self.attempts) if self.opened.device == "cpu" else []),
         ]
 
+    def raised(self, message: str | None, remedy: str = "") -> UserCodeError:
+        """The error of the user's code, as an attempt has told it."""
+        return (HalfPrecisionError if self.fails_in_half else UserCodeError)(str(message), self.frames, remedy)
+
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
             others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
-            hint = f" (sizes {tried} were tried; {others})" if " " in tried else ""
+            may_help = not self.fails_in_half and _may_depend_on_size(each.message or "" for each in self.attempts)
+            hint = f" (sizes {tried} were tried; {others})" if " " in tried and may_help else ""
             last = self.attempts[-1].message  # that of the first may only be of too few samples
-            return UserCodeError(f"{last}{hint}", self.frames)
+            return self.raised(last, hint)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
@@ -189,6 +201,12 @@ class Findings:
         ended = f"batch size {first.batch_size:,} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self.limit))
         return NothingFitsError(f"nothing fits{limit}: {ended}{leak}; {remedy}")
+
+
+def _may_depend_on_size(messages: Iterable[str]) -> bool:
+    """Whether another size may cure errors: they differ by size, but for its own mention, or speak of batches."""
+    told = {_SIZE_ITSELF.sub("", each) for each in messages}
+    return len(told) > 1 or any(_OF_BATCHES.search(each) for each in told)
 
 
 def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:

@@ -34,9 +34,12 @@ def find_in_process(
     inference: bool = False,
     restore: object = "auto",
     observer: Observer | None = None,
+    held_before: int | None = None,
     open_memory: Callable[[str], DeviceMemory] = open_device,
 ) -> int:
     """The largest batch size at which `step` runs; see `batchtune.find_batch_size`, which hands its arguments on.
+
+    `held_before` is what was resident of this process, in bytes, before anything was imported for the search.
 
     Raises:
         NothingFitsError: no size runs.
@@ -48,12 +51,12 @@ def find_in_process(
         raise UsageError(f"the step is {kind_of(step)}; it must be a function that takes a batch size")
     memory = open_memory(device)
     limit, text = memory_limit or memory.default_limit(margin), ""
-    if memory_limit is not None and memory.device.type == "cpu":  # where later steps may take so much more than these
-        require_no_more(memory_limit, memory.describe()[1], memory.device)
-        limit, text = within_a_cpus(memory_limit)
-        bounds = replace(bounds, tolerance=max(bounds.tolerance, CPU_TOLERANCE)) if bounds.tolerance else bounds
     trained = trained_by(step) if restore == "auto" else named(restore)
     with contextlib.nullcontext(observer) if observer else _on_stderr() as told:
+        if memory_limit is not None and memory.device.type == "cpu":  # later steps may take so much more than these
+            require_no_more(memory_limit, memory.describe()[1], memory.device)
+            limit, text = within_a_cpus(memory_limit, held_before)
+            bounds = replace(bounds, tolerance=max(bounds.tolerance, CPU_TOLERANCE)) if bounds.tolerance else bounds
         told.stage(_title(trained, is_sought=restore == "auto" and not inference))
         if text:
             told.announce(text)

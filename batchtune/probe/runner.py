@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ProbeResult
-from batchtune.errors import NothingFitsError, UserCodeError
+from batchtune.errors import NothingFitsError
 from batchtune.estimate.prior import LengthsPrior
 from batchtune.observer import Observer
 from batchtune.probe import final_check
@@ -180,7 +180,7 @@ class Probe:
         self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
         attempt = self._tries.attempt(size, steps, verify=True)
         if attempt.outcome == "user_error" and self._found.verified is None:  # in evaluation or saving
-            raise UserCodeError(str(attempt.message), self._found.frames)
+            raise self._found.raised(attempt.message)
         if attempt.fits:
             self._found.verified = attempt
         return attempt.fits

@@ -10,7 +10,15 @@ from typing import Literal
 from batchtune.config.probe import ProbeOptions, typed_options
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Failure, InputPipeline, ProbeResult, TaskInfo
-from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UserCodeError
+from batchtune.errors import (
+    BatchtuneError,
+    DeviceError,
+    HalfPrecisionError,
+    NothingFitsError,
+    RunInterrupted,
+    UserCodeError,
+    fp32_instead,
+)
 from batchtune.estimate.calibration import FreeMemory
 from batchtune.estimate.prior import EstimatePrior
 from batchtune.observer import Observer
@@ -34,6 +42,7 @@ class ProbeSession:
         self.opened: Opened | None = None  # by the first child
         self.failures: list[tuple[str, BatchtuneError]] = []  # with their precisions
         self._probes: list[Probe] = []
+        self._instead: list[str] = []  # why it is not the precision that the device does well
         self._loader: tuple[str, InputPipeline | None] = ("", None)  # timed against this precision's steps
         self.free = FreeMemory(worker)
 
@@ -47,12 +56,16 @@ class ProbeSession:
         try:
             with EstimatePrior(settings.task, settings.device, observer) as prior, self.worker as worker:
                 self.opened = opened = worker.start()
-                for precision, reason in opened.precision:
+                precisions = list(opened.precision)
+                for precision, reason in precisions:
                     observer.note(f"precision {precision}: {reason}")
                     try:
                         self.probe_at(precision, opened, prior)
                     except (NothingFitsError, UserCodeError) as error:  # another precision may do better
-                        self.failures.append((precision, error))
+                        if isinstance(error, HalfPrecisionError) and settings.precision == ("auto",):
+                            precisions.append(self._full_instead(precision, error))
+                        else:
+                            self.failures.append((precision, error))
                 if len(self.failures) == len(opened.precision):
                     raise self.failures[0][1]
                 if self.options.throughput and opened.has_train_dataset and not opened.is_for_inference:
@@ -68,6 +81,13 @@ class ProbeSession:
             error.result = self.document("failed", error)
             raise
         return self.document("complete")
+
+    def _full_instead(self, precision: str, error: HalfPrecisionError) -> tuple[str, str]:
+        """The precision in the place of one that nobody asked for and the task does not train in, and why."""
+        self.settings = self.settings.but(precision=("fp32",))
+        self._probes.clear()
+        self._instead.append(fp32_instead(precision, str(error)))
+        return "fp32", f"not {precision}, in which it does not train"
 
     def probe_at(self, precision: str, opened: Opened, prior: EstimatePrior) -> None:
         """Probes one of the precisions; what it finds, and what it has found when it fails, is kept."""
@@ -122,7 +142,7 @@ class ProbeSession:
             name=self._name,
             environment=environment,
             task=self._task.model_copy(update={"optimizer": optimizer}),
-            warnings=list(dict.fromkeys([*sharing_warnings(environment), *failed, *from_probes])),
+            warnings=list(dict.fromkeys([*sharing_warnings(environment), *self._instead, *failed, *from_probes])),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=max(results, key=_rank_of, default=None),
             probes=results if len(results) > 1 else None,

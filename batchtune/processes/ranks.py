@@ -188,7 +188,14 @@ def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
     most = min((each.most_samples for each in done.values() if each.most_samples), default=None)
     differ = any(answer.batches_differ for answer in done.values())
     attempt = merged.model_copy(update=changes)
-    return Tried(attempt=attempt, usable=usable, frames=frames, batches_differ=differ, most_samples=most)
+    return Tried(
+        attempt=attempt,
+        usable=usable,
+        frames=frames,
+        batches_differ=differ,
+        most_samples=most,
+        fails_in_half=any(answer.fails_in_half for answer in done.values()),
+    )
 
 
 def _opened(answers: Mapping[int, Opened | None]) -> Opened | None:

@@ -161,6 +161,7 @@ class Tried(Message):
         frames: of the user's code, where that raised, as Python shows them.
         batches_differ: in what they take, as where each is padded to its longest sample.
         most_samples: of a batch, where an epoch has less than the one that was asked for.
+        fails_in_half: at every size, where its half precision is the reason; it may train in fp32.
     """
 
     attempt: Attempt
@@ -168,6 +169,7 @@ class Tried(Message):
     frames: str = ""
     batches_differ: bool = False
     most_samples: int | None = None
+    fails_in_half: bool = False
 
 
 class TryBatchSize(Command[Tried]):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from batchtune.document import GradientClipping
-from batchtune.errors import UsageError, UserCodeError, kind_of
+from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import offers, takes
 from batchtune.task.optimizers import STEPS_PER_EPOCH, Optimizers, TaskOptimizers
 from batchtune.vocabulary import Purpose
@@ -41,10 +41,6 @@ CHECKPOINTING = "activation_checkpointing"
 """The parameter of build_model by which a task offers to compute activations again in backward."""
 
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-_IN_FULL = (
-    " Take binary_cross_entropy_with_logits or BCEWithLogitsLoss without the sigmoid, or use --precision fp32 (in a "
-    "configuration precision: fp32)"
-)
 _NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
 
@@ -261,10 +257,11 @@ def describe_user_error(error: BaseException, doing: str, hint: str = "") -> Use
     text = str(error).strip().splitlines() or ["(no message)"]
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
+    kind_of_error = UserCodeError
     if "unsafe to autocast" in text[0]:  # torch's, of binary_cross_entropy
-        hint += _IN_FULL
+        hint, kind_of_error = hint + HalfPrecisionError.remedy, HalfPrecisionError
     place = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-    return UserCodeError(
+    return kind_of_error(
         f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
     )
 

@@ -23,6 +23,7 @@ from batchtune.errors import UsageError, UserCodeError
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting import highest_rate, require_no_arguments
 from batchtune.task.contract import Task, describe_user_error, short_path
+from batchtune.task.lengths import reads
 from batchtune.task.optimizers import Optimizers
 from batchtune.task.spec import TEMPLATE, split_spec
 from batchtune.task.state import seed_everything
@@ -181,12 +182,14 @@ def current_settings(task: Task) -> CurrentSettings:
     """What the user trains with.
 
     A constant of the usual name says it first; then the default of the argument that the contract's functions have for
-    it; for the batch size then a DataLoader that stands in the file. Objects of other libraries know it themselves.
+    it; for the batch size then a DataLoader that stands in the file. Where every batch is one sample, as a whole graph,
+    that is the batch size whatever these say. Objects of other libraries know it themselves.
     """
     if task.adapted:
         return task.adapted.current_settings()
     source = task.source
-    sizes = [*_constants(source, _BATCH_SIZES), *_default(source, "train_loader", 0), *_loaders(_module_of(source))]
+    sizes = [*_whole(source), *_constants(source, _BATCH_SIZES), *_default(source, "train_loader", 0)]
+    sizes += _loaders(_module_of(source))
     rates = [*_constants(source, _RATES), *_default(source, "build_optimizer", 1), *_own_rate(task)]
     return CurrentSettings(
         batch_size=next(((each, where) for each, where in sizes if isinstance(each, int) and each >= 1), None),
@@ -219,6 +222,14 @@ def _place(module: ModuleType | None, name: str) -> str:
             if any(isinstance(each, ast.Name) and each.id == name for each in targets):
                 return f"{path.name}:{targets[0].lineno}"  # type: ignore[union-attr]
     return path.name
+
+
+def _whole(source: object) -> Iterator[tuple[object, str]]:
+    """The samples of every batch, where the user's code counts as many without a look at it, as of a whole graph."""
+    count = getattr(source, "batch_size_of", None)
+    with contextlib.suppress(Exception):  # whatever else it wants
+        if count is not None and not reads(count, 0):
+            yield count(None), "batch_size_of"
 
 
 def _default(source: object, name: str, place: int) -> Iterator[tuple[object, str]]:

@@ -8,6 +8,7 @@ from cuda.tasks import ESTIMATES, PERCEPTRON
 from fixtures.waiting import wait_until
 
 import batchtune
+from batchtune.errors import UserCodeError
 from batchtune.estimate.calibration import offsets_of
 from batchtune.observer import Observer
 
@@ -102,6 +103,47 @@ def test_every_precision_of_the_card_is_probed_at_multiples_between_the_bounds(t
         assert (probe.max_batch_size, probe.limited_by, probe.gradient_accumulation_steps) == (36, "max", 4)
         assert {attempt.batch_size % 12 for attempt in probe.attempts} == {0}
         assert probe.verified_in_fresh_process
+
+
+BCE = PERCEPTRON.replace("model(batch).square().mean()", "nn.BCELoss()(model(batch).sigmoid(), torch.ones_like(batch))")
+LBFGS = """
+
+def build_optimizer(model, lr):
+    return torch.optim.LBFGS(model.parameters(), lr=lr, max_iter=2)
+
+def train_step(model, batch, optimizer, context):
+    def closure():
+        optimizer.zero_grad()
+        with context.autocast():
+            loss = compute_loss(model, batch)
+        context.backward(loss)
+        return loss
+    return context.step(optimizer, closure)
+"""
+
+
+@ESTIMATES
+@pytest.mark.parametrize(
+    ("source", "capability", "half", "why"),
+    [
+        (BCE, (8, 6), "bf16", "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast"),
+        (PERCEPTRON + LBFGS, (7, 5), "fp16", "fp16's loss scale does not go with an optimizer stepped with a closure"),
+    ],
+    ids=["BCELoss", "LBFGS"],
+)
+def test_where_a_half_precision_that_nobody_asked_for_is_refused_probe_and_estimate_take_fp32(
+    task, source, capability, half, why
+):
+    task.write_text(source)
+    name, options = {"bf16": "RTX 3090", "fp16": "T4"}[half], {"max": 4, "throughput": False, "verify_steps": 1}
+    with fake_gpu.machine(fake_gpu.Card("8GiB", capability=capability, name=name)):
+        result = batchtune.probe(task, device="cuda", **options)
+        with pytest.raises(UserCodeError, match=why):
+            batchtune.probe(task, device="cuda", precision=half, **options)
+        (estimated,) = batchtune.estimate(task, gpus=name).estimates
+    told = f"fp32 and not {half}, since {why}"
+    assert (result.probe.precision, result.probe.max_batch_size, estimated.precision) == ("fp32", 4, "fp32")
+    assert (told in result.warnings, told in estimated.notes) == (True, True)
 
 
 FREES_BETWEEN = """

@@ -6,6 +6,7 @@ import functools
 import gc
 import platform
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,7 @@ from batchtune.config.probe import Bounds
 from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
 from batchtune.observer import Observer
+from batchtune.probe import final_check
 from batchtune.probe.in_process import find_in_process
 from batchtune.task.state import KeptState
 
@@ -85,8 +87,8 @@ class Told(Observer):
         self.sizes.append(attempt.batch_size)
 
 
-def found(step, memory, *, limit=None, observer=None, **bounds):
-    how = {"memory_limit": limit, "margin": 0.05, "steps": 2, "observer": observer}
+def found(step, memory, *, limit=None, observer=None, held_before=None, **bounds):
+    how = {"memory_limit": limit, "margin": 0.05, "steps": 2, "observer": observer, "held_before": held_before}
     return find_in_process(step, Bounds(**bounds), device="x", **how, open_memory=lambda _: memory)
 
 
@@ -124,6 +126,11 @@ class TestTheSearch:
     def test_a_limit_that_the_machine_has_not_is_told_as_it_was_given(self, memory):
         with pytest.raises(UsageError, match="1100 bytes is more than the 1000 bytes of cpu"):
             found(Step(memory), memory, limit=1100)
+
+    def test_what_was_imported_for_it_counts_against_a_cpus_limit(self, memory, monkeypatch):
+        monkeypatch.setattr(final_check, "resident_bytes", lambda: 5200)
+        found(Step(memory), memory, limit=1000, held_before=5000)
+        assert "enforce 640" in memory.asked
 
     def test_every_size_takes_several_steps(self, memory):
         step = Step(memory)
@@ -436,6 +443,8 @@ step(4 * size)
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    searched = re.search(r"up to (\d+) MiB is searched", done.stderr)
+    assert 130 < int(searched[1]) < 157  # of 160, without what was imported for the search
 
 
 def test_inference_takes_the_steps_without_gradients(memory):

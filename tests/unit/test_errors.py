@@ -87,6 +87,17 @@ def test_who_has_called_a_function_is_told_of_its_arguments(told, said):
     assert (str(error), error.detail, error.frames) == (said, said, "frames")
 
 
+def test_what_is_advised_behind_the_users_words_names_arguments_too():
+    names = {"--min": "min", "--precision": "precision"}
+    error = errors.UserCodeError("m.py raised ValueError: --min 3", "frames", " (others by --min)")
+    error.say_arguments(names)
+    assert str(error) == "m.py raised ValueError: --min 3 (others by min)"
+    half = errors.HalfPrecisionError(f"m.py raised RuntimeError: --min 3.{errors.HalfPrecisionError.remedy}")
+    half.say_arguments(names)
+    assert str(half).startswith("m.py raised RuntimeError: --min 3. Take ")
+    assert str(half).endswith("or use precision=fp32 (in a configuration precision: fp32)")
+
+
 @pytest.mark.parametrize(
     ("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")]
 )

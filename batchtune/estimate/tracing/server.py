@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from batchtune.child.server import Child, serve
-from batchtune.errors import NoLossScaleError
+from batchtune.errors import HalfPrecisionError
 from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
@@ -50,10 +50,9 @@ def _by_traces(asked: commands.Tracing, answer: Callable[[Tracer], Answer]) -> A
 
     try:
         return answer(Tracer(asked))
-    except StepFailedError as failed:
-        return commands.Refusal(refused=str(failed), frames=failed.frames)
-    except NoLossScaleError as failed:
-        return commands.Refusal(refused=str(failed), frames=failed.frames, instead="fp32")
+    except (StepFailedError, HalfPrecisionError) as failed:
+        instead = "fp32" if isinstance(failed, HalfPrecisionError) else None
+        return commands.Refusal(refused=str(failed), frames=failed.frames, instead=instead)
     except CannotTraceError as refusal:
         return commands.Refusal(refused=str(refusal))
 

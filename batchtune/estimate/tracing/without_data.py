@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.errors import BatchtuneError, HalfPrecisionError, UserCodeError
 from batchtune.estimate.memory.events import Arguments, Assumption, Trace
 from batchtune.task.contract import describe_user_error, short_path
 from batchtune.task.state import makes_room_only, written_to
@@ -257,6 +257,7 @@ def naming_the_line(trace: Trace, precision: str) -> Iterator[None]:
 
     Raises:
         CannotTraceError: the step needs data.
+        HalfPrecisionError: it fails with data, too, and trains in fp32.
         StepFailedError: it fails with data, too.
     """
     try:
@@ -267,6 +268,8 @@ def naming_the_line(trace: Trace, precision: str) -> Iterator[None]:
         text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
         if not trace.notes and not needs_data(error):  # nothing was assumed before: it would come with data, too
             failed = describe_user_error(as_on_a_gpu(error), f"in a {precision} step of batch size {trace.batch_size}")
+            if isinstance(failed, HalfPrecisionError):
+                raise failed from error
             raise StepFailedError(failed.detail, failed.frames) from error
         place = place_of_error(error)
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)

@@ -30,6 +30,8 @@ def build_optimizer(model, lr=None):
         ("train = DataLoader(points, batch_size=4)\nval = DataLoader(points, batch_size=8)", None, None),
         ("def train_loader(batch_size=16): ...", (16, "train_loader's default"), None),
         ("def build_optimizer(model, lr): return torch.optim.SGD(model.parameters(), lr)", None, None),
+        ("BATCH_SIZE = 64\ndef batch_size_of(graph): return 1", (1, "batch_size_of"), None),
+        ("def batch_size_of(batch): return len(batch)", None, None),
         (RATES, None, (0.2, "SGD's lr")),
         (
             RATES.replace("lr=None", "lr=0.01").replace("lr or rate", "lr * rate"),

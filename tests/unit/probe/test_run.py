@@ -31,10 +31,11 @@ class ScriptedGpu(FakeChild):
     Args:
         outcome: of an attempt, by precision, batch size and whether it is the final check.
         precisions: asked for.
+        in_half: those that are why the user's code raises.
     """
 
-    def __init__(self, outcome, precisions):
-        self.outcome, self.precisions = outcome, precisions
+    def __init__(self, outcome, precisions, in_half=()):
+        self.outcome, self.precisions, self.in_half = outcome, precisions, in_half
         self.free, self.opened = FREE, None
 
     def __enter__(self):
@@ -84,7 +85,7 @@ class ScriptedGpu(FakeChild):
             raise outcome
         purpose, message = "verify" if arguments["verify"] else "search", None if outcome == "fit" else "no"
         found = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, message=message, steps=3)
-        return {"attempt": found.model_dump()}
+        return {"attempt": found.model_dump(), "fails_in_half": outcome == "user_error" and precision in self.in_half}
 
 
 class NoForesight:
@@ -112,13 +113,13 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def probed(monkeypatch, recorded):
-    def probed(outcome, precisions=("fp32", "bf16"), folder=None, **options):
-        gpu = ScriptedGpu(outcome, precisions)
+    def probed(outcome, precisions=("fp32", "bf16"), folder=None, asked=("auto",), in_half=(), **options):
+        gpu = ScriptedGpu(outcome, precisions, in_half)
         monkeypatch.setattr(session, "EstimatePrior", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_, **_how: gpu)
         monkeypatch.setattr(calibration, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(calibration, "SETTLING_SECONDS", (0.0,))
-        settings = OpenTask(task=__file__, device="cuda")
+        settings = OpenTask(task=__file__, device="cuda", precision=asked)
         return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer(), folder=folder)
 
     return probed
@@ -180,6 +181,25 @@ class TestPrecisions:
         result = probed(fits, precisions=("fp32",))
         assert (result.status, result.probe.max_batch_size) == ("complete", 8)
         assert "no more is timed: --device cuda: cannot be used now: out of memory" in told
+
+    @pytest.mark.parametrize("only_checked", [False, True])
+    def test_where_the_half_precision_that_nobody_asked_for_is_why_fp32_takes_its_place(self, probed, only_checked):
+        fails = but("bf16", "user_error", only_checked=only_checked)
+        result = probed(fails, precisions=("bf16",), in_half={"bf16"})
+        assert (result.probe.precision, result.probe.max_batch_size, result.probes) == ("fp32", 8, None)
+        assert result.warnings == ["fp32 and not bf16, since no"]
+        assert result.options == "--precision fp32 --device cuda"  # what goes on from here does so, too
+        with pytest.raises(UserCodeError, match="no"):
+            probed(fails, precisions=("bf16",), asked=("bf16",), in_half={"bf16"})
+        with pytest.raises(UserCodeError, match="no"):
+            probed(fails, precisions=("bf16",))
+
+    def test_where_fp32_in_the_place_of_a_half_precision_fits_nowhere_both_are_told(self, probed):
+        outcomes = {"bf16": "user_error", "fp32": "oom"}
+        with pytest.raises(NothingFitsError) as raised:
+            probed(lambda precision, *_: outcomes[precision], precisions=("bf16",), in_half={"bf16"})
+        assert raised.value.result.warnings[0] == "fp32 and not bf16, since no"
+        assert raised.value.result.probe.precision == "fp32"
 
     def test_where_all_fail_the_first_error_is_raised_and_the_others_are_told_of(self, probed):
         errors = {"fp32": UserCodeError("not in fp32"), "bf16": NothingFitsError("not in bf16")}

@@ -34,7 +34,7 @@ class ScriptedWorker(FakeChild):
         worn_bytes: what memory an attempt of the search takes more than a fresh process would.
         sample_seconds: of a micro-batch, for each sample; None: attempts tell no time.
         failed_steps: that attempts do before they fail; None: all, so that evaluation is what fails.
-        words: of attempts that fail; None: outcome and size.
+        words: of attempts that fail; {0} is the size; None: outcome and size.
         maps_file: whether they fail in mapping a file.
         most_samples: of a batch, which a loader's epoch has and no more.
     """
@@ -84,7 +84,7 @@ class ScriptedWorker(FakeChild):
         fits, purpose, words = (
             outcome == "fit",
             "verify" if verify else "search",
-            self.words or f"{outcome} at {batch_size}",
+            (self.words or f"{outcome} at {{0}}").format(batch_size),
         )
         peak = batch_size + (0 if verify else self.worn_bytes)
         steps = arguments["steps"] if fits or self.failed_steps is None else self.failed_steps
@@ -486,6 +486,28 @@ class TestFailures:
         hint = r"user_error at 2 \(sizes 1 and 2 were tried; others can be asked for, by --min and --multiple-of or "
         with pytest.raises(UserCodeError, match=hint):
             probe(ScriptedWorker(lambda _: "user_error")).run()
+
+    @pytest.mark.parametrize(
+        ("text", "helps"),
+        [
+            (
+                "compute_loss raised NameError at batch size {0} (not an out-of-memory error): m.py:9: no 'targets'",
+                False,
+            ),
+            (
+                "a library raised RuntimeError at batch size {0}: mat1 and mat2 cannot be multiplied ({0}x8 and 9x4)",
+                False,
+            ),
+            ("train_step called optimizer.step(); call context.step(optimizer)", False),
+            ("compute_loss raised RuntimeError at batch size {0}: shape '[4, 8]' is invalid for input of {0}", True),
+            ("compute_loss raised AssertionError at batch size {0}: m.py:9: (no message)", True),
+            ("compute_loss raised ValueError at batch size {0}: m.py:9: batch must be divisible by 4", True),
+        ],
+    )
+    def test_other_sizes_are_named_where_one_may_cure_it(self, text, helps):
+        with pytest.raises(UserCodeError) as raised:
+            probe(ScriptedWorker(lambda _: "user_error", words=text)).run()
+        assert ("sizes 1 and 2 were tried" in str(raised.value)) == helps
 
 
 class TestCaps:

@@ -32,6 +32,11 @@ def test_batches_that_differ_on_a_rank_make_a_group_be_checked_in_several_orders
     assert not merged({0: attempt(), 1: attempt()})["batches_differ"]
 
 
+def test_a_precision_that_fails_on_a_rank_fails_on_all():
+    assert merged({0: attempt(), 1: {"done": attempt()["done"] | {"fails_in_half": True}}})["fails_in_half"]
+    assert not merged({0: attempt(), 1: attempt()})["fails_in_half"]
+
+
 def test_the_rank_that_failed_first_is_named_with_what_it_said():
     done = merged({2: attempt("oom", message="no memory left"), 0: attempt(), 1: attempt("oom")}, 3)
     assert (done["attempt"]["outcome"], done["attempt"]["limiting_rank"]) == ("oom", 2)
