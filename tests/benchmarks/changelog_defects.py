@@ -60,7 +60,7 @@ DEFECTS = [
     Defect(
         "a contender on a fresh seed is not given the time that the baseline took",
         "tune/study/limits.py",
-        "return max([LOST_FACTOR * min(own), *baseline]) if own else None",
+        'return max([LOST_FACTOR * min(own), *self._taken("baseline")]) if own else None',
         "return LOST_FACTOR * min(own) if own else None",
         f"{STUDY}::test_it_has_as_much_where_the_baseline_did_not_get_there",
     ),
@@ -214,7 +214,7 @@ DEFECTS = [
     Defect(
         "a contender that came to nothing on half of its seeds counts as if it had been fast",
         "tune/verdict/recommend.py",
-        "if 2 * scoring.missed(group) >= len(group):",
+        "if scoring.refused(group):",
         "if False:",
         VERDICT,
     ),
@@ -339,9 +339,9 @@ DEFECTS = [
     ),
     Defect(
         "--format deepspeed|hf name today's optimizer, not the one that was chosen",
-        "report/view/trainers.py",
-        "return found.optimizer or result.task.optimizer",
-        "return result.task.optimizer",
+        "report/view/settings.py",
+        "return self.found.optimizer or self.result.task.optimizer",
+        "return self.result.task.optimizer",
         "tests/unit/report/test_trainers.py",
     ),
     Defect(
