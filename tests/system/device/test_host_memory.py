@@ -1,6 +1,7 @@
 """The CPU's memory: a limit that a real child process runs into, and peaks that are the model's alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -226,3 +227,27 @@ def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, to
 def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "nothing")
     assert HostMemory().default_limit(margin=0.05) is None
+
+
+def test_the_limit_of_find_batch_size_holds_during_the_search_and_not_after(tmp_path):
+    program = tmp_path / "search.py"  # of its own: what this one has freed is room that no limit counts
+    program.write_text(
+        """
+import resource, batchtune, torch
+
+weights = torch.zeros(1, requires_grad=True)
+
+def step(batch_size):
+    torch.autograd.backward((torch.ones(batch_size, 2**18) * weights).sum())  # at least 2 MiB a sample
+
+before = resource.getrlimit(resource.RLIMIT_AS)
+size = batchtune.find_batch_size(step, device="cpu", memory_limit="200MiB", tolerance=0.1)
+assert 40 <= size <= 100, size
+assert resource.getrlimit(resource.RLIMIT_AS) == before
+step(4 * size)
+"""
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    searched = re.search(r"up to (\d+) MiB is searched", done.stderr)
+    assert 130 < int(searched[1]) < 157  # of 160, without what was imported for the search
