@@ -103,7 +103,9 @@ class LightningTask(FromLoader):
 
     def current_settings(self) -> CurrentSettings:
         optimizers, _ = configured(self.build_model(), self)
-        where = "train_dataloader" + (" x accumulate_grad_batches" if self.accumulation_steps > 1 else "")
+        where = "train_dataloader" + (
+            " x accumulate_grad_batches, at once where that fits" if self.accumulation_steps > 1 else ""
+        )
         return CurrentSettings(
             batch_size=(self.parts.batch_size * self.accumulation_steps, where),
             learning_rate=(highest_rate(optimizers), "configure_optimizers"),

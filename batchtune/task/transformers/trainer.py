@@ -94,7 +94,9 @@ class TrainerTask(FromLoader):
 
     def current_settings(self) -> CurrentSettings:
         size, steps = self.parts.batch_size, self.accumulation_steps
-        where = "per_device_train_batch_size" + (" x gradient_accumulation_steps" if steps > 1 else "")
+        where = "per_device_train_batch_size" + (
+            " x gradient_accumulation_steps, at once where that fits" if steps > 1 else ""
+        )
         return CurrentSettings(batch_size=(size * steps, where), learning_rate=self._current_rate)
 
     @cached_property

@@ -65,7 +65,7 @@ def test_it_says_what_is_trained_with_today(lit):
     task = lit(more="\ntrainer = L.Trainer(accumulate_grad_batches=2, logger=False, enable_checkpointing=False)\n")
     task.model()
     known = current_settings(task)
-    assert known.batch_size == (8, "train_dataloader x accumulate_grad_batches")
+    assert known.batch_size == (8, "train_dataloader x accumulate_grad_batches, at once where that fits")
     assert known.learning_rate == (0.1, "configure_optimizers")
 
 

@@ -47,7 +47,10 @@ class TestATrainer:
         task = trainer_task("per_device_train_batch_size=5, gradient_accumulation_steps=2, learning_rate=3e-4")
         trained(task, learning_rate=0.05)
         known = current_settings(task)
-        assert known.batch_size == (10, "per_device_train_batch_size x gradient_accumulation_steps")
+        assert known.batch_size == (
+            10,
+            "per_device_train_batch_size x gradient_accumulation_steps, at once where that fits",
+        )
         assert known.learning_rate == (3e-4, "learning_rate")
 
     @pytest.mark.parametrize(("how", "steps"), [("max_steps=7", 7), ("num_train_epochs=1.5", 8), ("", 15)])
