@@ -182,22 +182,28 @@ def tune(
     with session.observer() as observer:
         loaded = configure.configure(config, options, observer, options.pop("save_config"))
     if dry_run:
-        _check(session, loaded, warm_start)
+        _check(session, loaded, warm_start, fresh=fresh)
         return
     with session.observer(loaded.budget.given_total) as observer:
         result = configure_and_run(loaded, {}, None, observer=observer, fresh=fresh, warm_start=warm_start, began=began)
     session.deliver(result, open_page=open_page)
 
 
-def _check(session: Session, loaded: Config, warm_start: str | None) -> None:
-    """`tune --dry-run`: opens the task, trains nothing, and tells what was found."""
+def _check(session: Session, loaded: Config, warm_start: str | None, *, fresh: bool) -> None:
+    """`tune --dry-run`: opens the task, trains nothing, and tells what was found or would be refused."""
     from batchtune.result import ROOT
+    from batchtune.run_folder import RunFolder
     from batchtune.tune.plan import configure, open_task
 
     if warm_start is not None:
         configure.read_warm_start(warm_start, loaded, ROOT)
+    folder = RunFolder(loaded.name, ROOT)
+    if goes_on := not fresh and folder.identity() is not None:
+        folder.check_identity(configure.identity_of(loaded))
     with session.observer() as observer:
-        facts = api.check(loaded, observer=observer)
+        facts: dict[str, Any] = api.check(loaded, observer=observer)
+    if goes_on:
+        folder.check_identity({"the device": facts["environment"]["device"]})
     session.notes(open_task.verdict(loaded, facts))
     if session.json or session.verbose or session.output or not sys.stdout.isatty():  # else the verdict says enough
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)

@@ -175,6 +175,7 @@ PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throu
 # A run folder that is another's
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -184,12 +185,12 @@ PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throu
         ((), "the task's code = "),
     ],
 )
-def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key):
+def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key, dry):
     tuned.copy_to(quick_cli)
     if not change:
         quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + "# changed\n")
     before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
-    answer = quick_cli("tune", "config.yaml", *change)
+    answer = quick_cli("tune", "config.yaml", *change, *dry)
     assert answer.code == 2
     assert f"measured with {key}" in answer.err
     assert "Use --fresh to start over, or another 'name' to keep both" in answer.err
@@ -232,14 +233,15 @@ def test_a_damaged_line_of_a_study_is_told_by_its_number_and_a_damaged_result_ca
     assert "study.log: line 5 is damaged; take the line away" in refused.err
 
 
-def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli):
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli, dry):
     tuned.copy_to(quick_cli)
     file = quick_cli.run_folder() / "identity.json"
     known = json.loads(file.read_text())
     assert known["the device"] == tuned.document["environment"]["device"]
     file.write_text(json.dumps(known | {"the device": "NVIDIA A100"}))
     result = (quick_cli.run_folder() / "result.json").read_bytes()
-    answer = quick_cli("tune", "config.yaml", "baseline.learning_rate=0.01")
+    answer = quick_cli("tune", "config.yaml", "baseline.learning_rate=0.01", *dry)
     assert answer.code == 2
     assert 'measured with the device = "NVIDIA A100", now ' in answer.err
     assert (quick_cli.run_folder() / "result.json").read_bytes() == result
