@@ -192,18 +192,17 @@ def tune(
 def _check(session: Session, loaded: Config, warm_start: str | None, *, fresh: bool) -> None:
     """`tune --dry-run`: opens the task, trains nothing, and tells what was found or would be refused."""
     from batchtune.result import ROOT
-    from batchtune.run_folder import RunFolder
     from batchtune.tune.plan import configure, open_task
+    from batchtune.tune.run import check_kept
 
     if warm_start is not None:
         configure.read_warm_start(warm_start, loaded, ROOT)
-    folder = RunFolder(loaded.name, ROOT)
-    if goes_on := not fresh and folder.identity() is not None:
-        folder.check_identity(configure.identity_of(loaded))
+    if not fresh:
+        check_kept(loaded, ROOT)
     with session.observer() as observer:
-        facts: dict[str, Any] = api.check(loaded, observer=observer)
-    if goes_on:
-        folder.check_identity({"the device": facts["environment"]["device"]})
+        facts = api.check(loaded, observer=observer)
+    if not fresh:
+        check_kept(loaded, ROOT, facts.get("environment"))
     session.notes(open_task.verdict(loaded, facts))
     if session.json or session.verbose or session.output or not sys.stdout.isatty():  # else the verdict says enough
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)
