@@ -194,13 +194,18 @@ class RunFolder:
         self._show_due = time.monotonic() + max(SHOWN_EVERY_SECONDS, took / _SHOWING_SHARE)
 
     def _write_report(self, result: Document) -> None:
-        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
+        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already.
+
+        An older page goes: it is another result's, or says that the run goes on.
+        """
         from batchtune.report.formats import to_html
 
         try:
             self.write("report.html", to_html(result))
         except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
+            with contextlib.suppress(OSError):
+                (self.path / "report.html").unlink(missing_ok=True)
 
 
 def _taken(path: Path) -> IO[str]:
