@@ -22,6 +22,8 @@ from batchtune.result import ROOT, kept_value, load_result
 
 SHOWN_EVERY_SECONDS = 5
 """Between two pages of a run that goes on."""
+THE_CODE = "the task's code"
+"""What the hash of the task's file is called among what must not change."""
 _SHOWING_SHARE = 0.005  # of the time a processor may work on them
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 _ASIDE = ".earlier"
@@ -124,11 +126,11 @@ class RunFolder:
         before, now = known or {}, json.loads(json.dumps(identity))
         changed = [key for key in now if key in before and before[key] != now[key]]
         if changed:
-            key = changed[0]
-            raise UsageError(
-                f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
-                "mix. Use --fresh to start over, or another 'name' to keep both"
-            )
+            key, remedy = changed[0], "Use --fresh to start over, or another 'name' to keep both"
+            what = f"measured with {key} = {_shown(before[key])}, now {_shown(now[key])}"
+            if key == THE_CODE:  # whose hash tells a reader nothing
+                what, remedy = f"{now.get('task')} has changed since", f"Put it back as it was; or {remedy.lower()}"
+            raise UsageError(f"{self.path}: {what}; results would mix. {remedy}")
 
     def keep_identity(self, identity: Mapping[str, object]) -> None:
         """Keeps what decides the meaning of what is measured from now on; see `check_identity`."""

@@ -17,7 +17,7 @@ from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.result import Result, find_run, load_result
-from batchtune.run_folder import write_atomically
+from batchtune.run_folder import THE_CODE, write_atomically
 from batchtune.task.spec import file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
 
@@ -121,7 +121,7 @@ def _as_file(config: Config, told: Sequence[str]) -> str:
 
 def identity_of(config: Config) -> dict[str, object]:
     """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, object] = {"task": config.task, "the task's code": file_hash(config.task)}
+    flat: dict[str, object] = {"task": config.task, THE_CODE: file_hash(config.task)}
     for key, value in config.model_dump(mode="json").items():
         if key == "budget":
             flat["budget.run"] = value["run"]
