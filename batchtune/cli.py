@@ -177,7 +177,7 @@ def tune(
     check_options(api.tune, options)
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
-    options["overrides"] = [*(overrides or []), *extra]
+    options["overrides"] = [*extra, *(overrides or [])]
     warm_start = options.pop("warm_start")
     with session.observer() as observer:
         loaded = configure.configure(config, options, observer, options.pop("save_config"))

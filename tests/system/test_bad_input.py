@@ -59,7 +59,7 @@ def test_all_problems_of_a_configuration_are_told_at_once_with_their_lines(invok
         2: "unknown key 'spaces'",
         3: "batch_size: min 10 is greater than max 5; swap them or raise max",
         5: "learning_rate.max: ",
-        6: "unknown key 'learning_rate.maxx'. Did you mean 'max'?",
+        6: "unknown key 'learning_rate.maxx'. Did you mean 'learning_rate.max'?",
         7: "seed: ",
         8: "budget: run 120 s is longer than total 60 s; raise total",
     }.items():
@@ -94,13 +94,21 @@ def test_a_configuration_that_is_not_there_is_told_with_the_command_that_writes_
     ("override", "told"),
     [
         ("budget.total", "'budget.total' is not of the form key=value, for example budget.total=5m"),
-        ("budget.totl=5m", "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'total'?"),
+        ("budget.totl=5m", "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'budget.total'?"),
         ("budget.total=soon", "'budget.total=soon': budget.total: 'soon' is not a duration; write 90s, 10m or 1h"),
         ("batch_size.min=99", "batch_size: min 99 is greater than max 16"),
     ],
 )
 def test_an_override_that_cannot_be_used_is_named(invoke, folder, override, told):
     assert told in refused(invoke, folder, "task: model.py\nbatch_size: {max: 16}\n", override)
+
+
+def test_a_key_goes_before_its_flag(invoke, folder, monkeypatch):
+    monkeypatch.setattr(batchtune.api, "check", lambda *_, **__: {})  # what a dry run does in a child
+    (folder / "config.yaml").write_text("task: model.py\nbudget: {run: 1s}\n")
+    flags, keys = ("--workers", "3", "--budget", "33s"), ("workers=2", "budget.total=44s")
+    resolved = yaml.safe_load(invoke("tune", "config.yaml", *flags, *keys, "--dry-run", "-q").stdout)
+    assert (resolved["workers"], resolved["budget"]["total"]) == (2, 44.0)
 
 
 def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder, monkeypatch):
