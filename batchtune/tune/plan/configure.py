@@ -17,7 +17,7 @@ from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.result import Result, find_run, load_result
-from batchtune.run_folder import THE_CODE, write_atomically
+from batchtune.run_folder import THE_CODE, RunFolder, write_atomically
 from batchtune.task.spec import file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
 
@@ -80,7 +80,10 @@ def _is_read(file: Path, given: str | os.PathLike[str] | Config) -> bool:
 def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:
     """The configuration of a file or a task, and sentences on where its baseline was read."""
     if not names_task(source):
-        return load_config(source, overrides), []
+        config = load_config(source, overrides)
+        if not any(each.partition("=")[0].strip() == "name" for each in overrides):
+            _refuse_copied(Path(source), config.name)
+        return config, []
     name = task_name(source)
     config = config_of_task(source, name, overrides)
     missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
@@ -99,6 +102,16 @@ def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Co
     told = f"baseline: batch {config.baseline.batch_size}{size}, learning rate {config.baseline.learning_rate:g}{rate}"
     observer.announce(told)
     return config, [told]
+
+
+def _refuse_copied(source: Path, name: str) -> None:
+    """Raises UsageError for the configuration of a run folder that is not its run's: it was copied, or renamed."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    if folder.name != name and "task" in (RunFolder(folder.name, folder.parent).identity() or {}):
+        raise UsageError(
+            f"{source}: is of the run '{name}', in a folder copied or renamed: give that run's own to go on with it, "
+            f"or add name={folder.name} for a study of its own"
+        )
 
 
 def _overrides_of(options: Mapping[str, Any]) -> list[str]:
