@@ -178,27 +178,32 @@ def tune(
     check_options(api.tune, options)
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
-    options["overrides"] = [*(overrides or []), *extra]
+    options["overrides"] = [*extra, *(overrides or [])]
     warm_start = options.pop("warm_start")
     with session.observer() as observer:
         loaded = configure.configure(config, options, observer, options.pop("save_config"))
     if dry_run:
-        _check(session, loaded, warm_start)
+        _check(session, loaded, warm_start, fresh=fresh)
         return
     with session.observer(loaded.budget.given_total) as observer:
         result = run_tune(loaded, fresh=fresh, observer=observer, root=ROOT, warm_start=warm_start, began=began)
     session.deliver(result, open_page=open_page)
 
 
-def _check(session: Session, loaded: Config, warm_start: str | None) -> None:
-    """`tune --dry-run`: opens the task, trains nothing, and tells what was found."""
+def _check(session: Session, loaded: Config, warm_start: str | None, *, fresh: bool) -> None:
+    """`tune --dry-run`: opens the task, trains nothing, and tells what was found or would be refused."""
     from batchtune.result import ROOT
     from batchtune.tune.plan import configure, open_task
+    from batchtune.tune.run import check_kept
 
     if warm_start is not None:
         configure.read_warm_start(warm_start, loaded, ROOT)
+    if not fresh:
+        check_kept(loaded, ROOT)
     with session.observer() as observer:
         facts = api.check(loaded, observer=observer)
+    if not fresh:
+        check_kept(loaded, ROOT, facts.get("environment"))
     session.notes(open_task.verdict(loaded, facts))
     if session.json or session.verbose or session.output or not sys.stdout.isatty():  # else the verdict says enough
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)

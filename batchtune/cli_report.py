@@ -126,8 +126,10 @@ def _log(session: Session, result: Result, tracker: str) -> None:
 
     files = {"report.md": FORMATS["markdown"](result), "report.html": FORMATS["html"](result)}
     logged = log_to(tracker, result, files)
-    line = "logged {logged} of {trials} trials to {where}".format_map(logged)
-    session.deliver_text(json.dumps(logged) if session.json else line)
+    line = "logged {logged} of {trials} trials to {where}"
+    if not logged["logged"]:
+        line = "nothing was logged: all {trials} trials are in {where} already"
+    session.deliver_text(json.dumps(logged) if session.json else line.format_map(logged))
 
 
 def _compared(session: Session, run: str | None, against: str, allow: str, format_: str) -> typer.Exit:

@@ -145,7 +145,7 @@ class NothingFitsError(BatchtuneError):
 
 
 class DeviceError(BatchtuneError):
-    """The device asked for is missing or cannot be used now."""
+    """The device asked for is missing or cannot be used now, or something else kills what is to train on it."""
 
     exit_code = 5
 

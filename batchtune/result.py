@@ -181,15 +181,17 @@ def find_run(run: str | None, root: Path = ROOT) -> Path:
     """The result that a person means by a run's name, a folder or a file; by nothing, the newest.
 
     Raises:
-        UsageError: there is no run of this name, but there are others.
+        UsageError: there is no run of this name, but there are others; or it has no result yet.
     """
     if run is None:
         return latest_run(root)
     named = root / run
     if is_run_name(run) and (named / "result.json").is_file():
         return named
-    kept = kept_runs(root)
-    if kept and is_run_name(run) and not Path(run).exists():
+    kept, is_no_path = kept_runs(root), Path(run).name == run and not Path(run).exists()
+    if is_run_name(run) and is_no_path and (process := running_in(named)):
+        raise UsageError(f"{run}: process {process} is at work on it, and it has no result yet; look again later")
+    if kept and is_no_path:
         near = difflib.get_close_matches(run, kept, n=1)
         told = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(kept[-_MOST_NAMED:])}"
         raise UsageError(f"{run}: no such run; {told}")

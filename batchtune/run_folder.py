@@ -22,6 +22,8 @@ from batchtune.result import ROOT, kept_value, load_result
 
 SHOWN_EVERY_SECONDS = 5
 """Between two pages of a run that goes on."""
+THE_CODE = "the task's code"
+"""What the hash of the task's file is called among what must not change."""
 _SHOWING_SHARE = 0.005  # of the time a processor may work on them
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 _ASIDE = ".earlier"
@@ -124,11 +126,11 @@ class RunFolder:
         before, now = known or {}, json.loads(json.dumps(identity))
         changed = [key for key in now if key in before and before[key] != now[key]]
         if changed:
-            key = changed[0]
-            raise UsageError(
-                f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
-                "mix. Use --fresh to start over, or another 'name' to keep both"
-            )
+            key, remedy = changed[0], "Use --fresh to start over, or another 'name' to keep both"
+            what = f"measured with {key} = {_shown(before[key])}, now {_shown(now[key])}"
+            if key == THE_CODE:  # whose hash tells a reader nothing
+                what, remedy = f"{now.get('task')} has changed since", f"Put it back as it was; or {remedy.lower()}"
+            raise UsageError(f"{self.path}: {what}; results would mix. {remedy}")
 
     def keep_identity(self, identity: Mapping[str, object]) -> None:
         """Keeps what decides the meaning of what is measured from now on; see `check_identity`."""
@@ -194,13 +196,18 @@ class RunFolder:
         self._show_due = time.monotonic() + max(SHOWN_EVERY_SECONDS, took / _SHOWING_SHARE)
 
     def _write_report(self, result: Document) -> None:
-        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
+        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already.
+
+        An older page goes: it is another result's, or says that the run goes on.
+        """
         from batchtune.report.formats import to_html
 
         try:
             self.write("report.html", to_html(result))
         except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
+            with contextlib.suppress(OSError):
+                (self.path / "report.html").unlink(missing_ok=True)
 
 
 def _taken(path: Path) -> IO[str]:

@@ -20,8 +20,9 @@ ON_EVERY_COMMAND = {each.name for each in COMMON}
 HEAD = "| | |\n|---|---|\n"
 UNBOUNDED = 2**31  # what no count exceeds
 PRECEDENCE = """\
-The keys of `config.yaml`, and of `key=value` on the command line of `batchtune tune`. A flag or `key=value` goes before
-the environment (`BATCHTUNE_BUDGET_TOTAL=5m`), that before the file, that before the default. Unknown keys are errors.
+The keys of `config.yaml`, and of `key=value` on the command line of `batchtune tune`. A `key=value` goes before a flag
+(`--budget 5m`), that before the environment (`BATCHTUNE_BUDGET_TOTAL=5m`), that before the file, that before the
+default. Unknown keys are errors.
 
 | key | value | default | |
 |---|---|---|---|"""

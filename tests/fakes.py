@@ -65,7 +65,7 @@ class ScriptedProcess:
         return found() if callable(found) else found
 
     def last_output(self):
-        return "it ended"
+        return "it ended", False
 
     def kill(self):
         self._answers.insert(0, None)

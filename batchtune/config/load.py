@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from batchtune.config.yaml_values import MAX_CHARACTERS, MalformedYamlError, par
 from batchtune.errors import UsageError
 
 _LONGEST, _MOST_PROBLEMS = 60, 50  # characters of a value in a message, which stays a line; told at once
+_MISSPELT = 0.85  # how alike a variable is to the one that was meant
 _MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
 
 
@@ -72,6 +74,10 @@ def _complete(
     known = os.environ if environment is None else environment
     lay_under(document, known)
     names = {f"BATCHTUNE_{key.upper().replace('.', '_')}": key for key in known_keys()}
+    for name in known:
+        if name.startswith("BATCHTUNE_") and name not in names:
+            for near in difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT):
+                warnings.warn(f"the variable {name} is not read; did you mean {near}?", stacklevel=2)
     settings = [(key, text, name) for name, key in names.items() if (text := known.get(name, "").strip())]
     problems = _lay_over(document, origins, [*settings, *map(_split_override, overrides)])
     found: list[tuple[str, str]] = []
@@ -200,6 +206,6 @@ def _nearest_key(dotted: str, meant: str | None) -> str:
     section, _, leaf = dotted.rpartition(".")
     leaves = {key.rpartition(".")[2]: key for key in known_keys()}
     near = [each for each in (meant, leaves.get(leaf)) if each]
-    near += difflib.get_close_matches(leaf, _children(section), n=1)
+    near += [f"{section}.{each}".lstrip(".") for each in difflib.get_close_matches(leaf, _children(section), n=1)]
     near += [leaves[each] for each in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
     return f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(_children(section) or _children(''))}."

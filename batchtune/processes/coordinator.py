@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from batchtune.errors import DeviceError
-from batchtune.processes.local import describe_exit, entry, kill_sessions_below
+from batchtune.processes.local import FROM_OUTSIDE, describe_exit, entry, kill_sessions_below
 from batchtune.processes.ranks import GroupSettings, failed, merge, told
 from batchtune.processes.torchrun import open_store
 from batchtune.protocol.commands import Rejoin, Renew
@@ -29,7 +29,6 @@ from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rend
 
 _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS, _ENDLESS_SECONDS = 20.0, 1e9
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # no process ends itself so by accident
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 
 
@@ -166,7 +165,7 @@ class RankCoordinator:
         rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
         code = self._exits.get(rank)
         text = "its process or its machine is gone" if code is None else describe_exit(code)
-        outside = code is None or -code in _FROM_OUTSIDE  # of None nobody has told, as of a machine that is gone
+        outside = code is None or -code in FROM_OUTSIDE  # of None nobody has told, as of a machine that is gone
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank, "from_outside": outside}
 
     def _rejoined(self) -> bool:

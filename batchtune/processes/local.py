@@ -26,6 +26,8 @@ _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still liv
 _DYING_SECONDS = 10.0
 _REAPING_SECONDS = 3.0  # for whoever started sessions to see their end; torch's launcher looks ten times a second
 _READING_SECONDS = 0.5  # for what a dead child has left in its pipes
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""Signals by which no process ends itself by accident."""
 _SESSIONS: set[int] = set()  # of all children so far
 _NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 
@@ -80,8 +82,8 @@ class Process(Protocol):
             TimeoutError: it has said nothing for so long.
         """
 
-    def last_output(self) -> str:
-        """How it ended and what it printed last."""
+    def last_output(self) -> tuple[str, bool]:
+        """How it ended and what it printed last; whether somebody else's signal ended it."""
 
     def kill(self) -> None:
         """Ends it and everything it started; whoever waits for its answer, in another thread, learns of it."""
@@ -138,7 +140,7 @@ class LocalProcess:
         self._answers: queue.Queue[Json | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._sessions: list[int] = []
-        self._kills_before = oom_kills()
+        self._kills_before, self._is_ended_here = oom_kills(), False
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
             command,
             stdin=subprocess.PIPE,
@@ -195,19 +197,21 @@ class LocalProcess:
                 if left <= 0 and not ended:
                     raise TimeoutError from None
 
-    def last_output(self) -> str:
+    def last_output(self) -> tuple[str, bool]:
         self.wait(_DYING_SECONDS)
         code = self._process.returncode
         time.sleep(0.05)  # the last printed lines are on their way
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         how = describe_kill(self._kills_before, oom_kills()) if code == -signal.SIGKILL else describe_exit(code)
-        return f"{how}{f'; last output: {last[:200]}' if last else ''}"
+        from_outside = code is not None and -code in FROM_OUTSIDE and not self._is_ended_here
+        return f"{how}{f'; last output: {last[:200]}' if last else ''}", from_outside
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=seconds)
 
     def kill(self) -> None:
+        self._is_ended_here = True
         if self._leads_sessions and self._process.poll() is None:
             _signal_group(self._process.pid, signal.SIGSTOP)  # it starts no more
             kill_sessions_below(self._process.pid)

@@ -172,8 +172,9 @@ class RemoteProcess:
             if left <= 0:
                 raise TimeoutError
 
-    def last_output(self) -> str:
-        return str(self._actor.ask("do", "last_output"))
+    def last_output(self) -> tuple[str, bool]:
+        text, from_outside = self._actor.ask("do", "last_output")
+        return text, from_outside
 
     def kill(self) -> None:
         self._actor.kill()

@@ -21,14 +21,17 @@ LONG_OPENING_SECONDS = 20.0  # after which one is told what is being waited for
 BUSY_SECONDS, RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 _RETRIES = 2  # of what is no run of a study, where nodes are lost
 STOPPED = "stopped with the others"
+_LET_LIVE = (
+    "make room in the host's memory, or see what ends processes here: a batch system's limit, earlyoom or systemd-oomd"
+)
 DiedOf: TypeAlias = Literal["crash", "timeout", "oom"]
 
 
 class WorkerDied(BatchtuneError):
     """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`.
 
-    Of a group of ranks, `rank` is the one that did, where it is known, and `from_outside` says that nothing it did
-    itself ended it, as far as can be told: a signal did, or its machine is gone.
+    Of a group of ranks, `rank` is the one that did, where it is known. `from_outside` says that nothing it did itself
+    ended it, as far as can be told: a signal did, or its machine is gone.
     """
 
     def __init__(self, outcome: DiedOf, message: str, rank: int | None = None, *, from_outside: bool = False) -> None:
@@ -106,7 +109,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                         raise
                     self._stopping.wait(RETRY_SECONDS)
 
-    def _open(self) -> None:
+    def _open(self, *, is_last: bool = False) -> None:
+        """Starts a child and has it open the task; once more where something else has killed it meanwhile."""
         image, self._image = self._image, None
         self._process = image or self._launcher.start()
         if self.settings is None:
@@ -120,9 +124,16 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 slow.start()
             self.opened = self._ask(self.settings.but(again=again), START_TIMEOUT_SECONDS, None) or self.opened
         except WorkerDied as died:
-            raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
+            if not died.from_outside:
+                raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
+            if is_last:
+                raise DeviceError(f"{doing} was ended twice by something else: {died}; {_LET_LIVE}") from None
+            self._note(f"{doing} is tried again: {died}")
         finally:
             slow.cancel()
+        if self._process is None:  # killed
+            self._open(is_last=True)
+            return
         assert self.opened is not None  # noqa: S101 - the first child tells
         self._is_fresh = again
         self.settings = self.settings.but(
@@ -240,7 +251,8 @@ def _answer(
         except TimeoutError:
             raise WorkerDied("timeout", f"no sign of life for {timeout:g} s") from None
         if answer is None:
-            raise WorkerDied("crash", process.last_output())
+            text, from_outside = process.last_output()
+            raise WorkerDied("crash", text, from_outside=from_outside)
         if "event" in answer:
             process.send({"go_on": on_event is None or on_event(CurvePoint(**answer["event"]))})
         elif "done" in answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
@@ -164,8 +165,12 @@ def to_json(result: Document) -> str:
 
 
 def to_csv(result: Document) -> str:
-    """The rows behind the answer; see `Result.to_frame`."""
-    return str(frame_of(result).to_csv(index=False))
+    """The rows behind the answer; see `Result.to_frame`. What has parts is JSON."""
+    frame = frame_of(result)
+    for name in frame:
+        if any(isinstance(each, dict | list | tuple) for each in frame[name]):
+            frame[name] = [json.dumps(each) if isinstance(each, dict | list | tuple) else each for each in frame[name]]
+    return str(frame.to_csv(index=False))
 
 
 def to_markdown(result: Document) -> str:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
@@ -78,6 +78,17 @@ def run_tune(
         return run_and_save(lambda: run_study(progress, told, known, fresh=fresh), progress)
     finally:
         folder.close()
+
+
+def check_kept(config: Config, root: Path, environment: Any = None) -> None:
+    """Refuses what `run_tune` would since the run folder was measured with something else, and changes nothing there.
+
+    Raises:
+        UsageError: that names it; the device is looked at where its `environment` is known.
+    """
+    folder = RunFolder(config.name, root)
+    if folder.identity() is not None:
+        folder.check_identity(identity_of(config) | ({"the device": environment["device"]} if environment else {}))
 
 
 def run_and_save(run: Callable[[], None], progress: Progress) -> Result:

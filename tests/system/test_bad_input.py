@@ -59,7 +59,7 @@ def test_all_problems_of_a_configuration_are_told_at_once_with_their_lines(invok
         2: "unknown key 'spaces'",
         3: "batch_size: min 10 is greater than max 5; swap them or raise max",
         5: "learning_rate.max: ",
-        6: "unknown key 'learning_rate.maxx'. Did you mean 'max'?",
+        6: "unknown key 'learning_rate.maxx'. Did you mean 'learning_rate.max'?",
         7: "seed: ",
         8: "budget: run 120 s is longer than total 60 s; raise total",
     }.items():
@@ -94,13 +94,21 @@ def test_a_configuration_that_is_not_there_is_told_with_the_command_that_writes_
     ("override", "told"),
     [
         ("budget.total", "'budget.total' is not of the form key=value, for example budget.total=5m"),
-        ("budget.totl=5m", "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'total'?"),
+        ("budget.totl=5m", "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'budget.total'?"),
         ("budget.total=soon", "'budget.total=soon': budget.total: 'soon' is not a duration; write 90s, 10m or 1h"),
         ("batch_size.min=99", "batch_size: min 99 is greater than max 16"),
     ],
 )
 def test_an_override_that_cannot_be_used_is_named(invoke, folder, override, told):
     assert told in refused(invoke, folder, "task: model.py\nbatch_size: {max: 16}\n", override)
+
+
+def test_a_key_goes_before_its_flag(invoke, folder, monkeypatch):
+    monkeypatch.setattr(batchtune.api, "check", lambda *_, **__: {})  # what a dry run does in a child
+    (folder / "config.yaml").write_text("task: model.py\nbudget: {run: 1s}\n")
+    flags, keys = ("--workers", "3", "--budget", "33s"), ("workers=2", "budget.total=44s")
+    resolved = yaml.safe_load(invoke("tune", "config.yaml", *flags, *keys, "--dry-run", "-q").stdout)
+    assert (resolved["workers"], resolved["budget"]["total"]) == (2, 44.0)
 
 
 def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder, monkeypatch):
@@ -176,24 +184,28 @@ PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throu
 # A run folder that is another's
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        (("learning_rate.max=0.5",), "learning_rate.max = 1.0, now 0.5"),
-        (("objective.kind=best_metric",), 'objective.kind = "time_to_target", now "best_metric"'),
-        (("space.momentum.min=0.5", "space.momentum.max=0.9"), 'the arguments under space = [], now ["momentum"]'),
-        ((), "the task's code = "),
+        (("learning_rate.max=0.5",), "measured with learning_rate.max = 1.0, now 0.5"),
+        (("objective.kind=best_metric",), 'measured with objective.kind = "time_to_target", now "best_metric"'),
+        (
+            ("space.momentum.min=0.5", "space.momentum.max=0.9"),
+            'measured with the arguments under space = [], now ["momentum"]',
+        ),
+        ((), "linear.py has changed since; results would mix. Put it back as it was; or use --fresh"),
     ],
 )
-def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key):
+def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key, dry):
     tuned.copy_to(quick_cli)
     if not change:
         quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + "# changed\n")
     before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
-    answer = quick_cli("tune", "config.yaml", *change)
+    answer = quick_cli("tune", "config.yaml", *change, *dry)
     assert answer.code == 2
-    assert f"measured with {key}" in answer.err
-    assert "Use --fresh to start over, or another 'name' to keep both" in answer.err
+    assert key in answer.err
+    assert "se --fresh to start over, or another 'name' to keep both" in answer.err
     assert len(answer.err.splitlines()) == 1
     assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
 
@@ -233,14 +245,15 @@ def test_a_damaged_line_of_a_study_is_told_by_its_number_and_a_damaged_result_ca
     assert "study.log: line 5 is damaged; take the line away" in refused.err
 
 
-def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli):
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli, dry):
     tuned.copy_to(quick_cli)
     file = quick_cli.run_folder() / "identity.json"
     known = json.loads(file.read_text())
     assert known["the device"] == tuned.document["environment"]["device"]
     file.write_text(json.dumps(known | {"the device": "NVIDIA A100"}))
     result = (quick_cli.run_folder() / "result.json").read_bytes()
-    answer = quick_cli("tune", "config.yaml", "baseline.learning_rate=0.01")
+    answer = quick_cli("tune", "config.yaml", "baseline.learning_rate=0.01", *dry)
     assert answer.code == 2
     assert 'measured with the device = "NVIDIA A100", now ' in answer.err
     assert (quick_cli.run_folder() / "result.json").read_bytes() == result

@@ -155,7 +155,7 @@ def test_a_study_in_a_file_of_its_own_is_not_mixed_with_another_and_is_started_o
     task.write_text(task.read_text() + "\nCHANGED = True\n")
     mixed = quick_cli(*command, *storage, "-q")
     assert mixed.code == 2
-    assert "study config was begun with the task's code = " in mixed.err
+    assert "study config was begun with other code than " in mixed.err
     assert "--fresh deletes that study" in mixed.err
     again = quick_cli(*command, *storage, "--fresh", "--json", "-q")
     assert again.code == 0, again.err

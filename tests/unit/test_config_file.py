@@ -87,6 +87,11 @@ class TestPrecedence:
     def test_an_empty_variable_is_as_good_as_none(self, load):
         assert load("task: model.py\nseed: 1", BATCHTUNE_BUDGET_TOTAL="", BATCHTUNE_SEED=" ").seed == 1
 
+    def test_a_variable_that_is_nearly_one_is_told_and_no_other(self, load):
+        with pytest.warns(UserWarning, match="TOTL is not read; did you mean BATCHTUNE_BUDGET_TOTAL") as told:
+            load("task: m.py", BATCHTUNE_BUDGET_TOTL="5m", BATCHTUNE_BUDGET_TOTAL="6m", BATCHTUNE_CI_FOLDER="x")
+        assert len(told) == 1
+
     def test_the_process_environment_is_the_default(self, tmp_path, monkeypatch):
         monkeypatch.setenv("BATCHTUNE_LEARNING_RATE_MAX", "1e-2")
         (tmp_path / "config.yaml").write_text("task: model.py")
@@ -156,7 +161,7 @@ class TestProblems:
             "config.yaml:2: batch_size: min 64 is greater than max 32; swap them or raise max",
             "config.yaml:6: budget.run: 'soon' is not a duration; write 90s, 10m or 1h",
             "config.yaml:7: budget.trials: should be a valid integer",
-            "config.yaml:8: unknown key 'objective.gaol'. Did you mean 'goal'?",
+            "config.yaml:8: unknown key 'objective.gaol'. Did you mean 'objective.goal'?",
             "config.yaml:9: precision: should be 'bf16', 'fp16', 'fp32' or 'tf32'",
             "config.yaml:10: memory: should be a section of keys, for example 'memory: {margin: ...}'",
             "config.yaml:11: device: 'GPU 0' names no device",
@@ -212,7 +217,7 @@ class TestProblems:
         ("text", "told"),
         [
             ("gradient_clipping.norm=-1", "gradient_clipping.norm: should be greater than 0"),
-            ("gradient_clipping.nrm=1", "unknown key 'gradient_clipping.nrm'. Did you mean 'norm'?"),
+            ("gradient_clipping.nrm=1", "unknown key 'gradient_clipping.nrm'. Did you mean 'gradient_clipping.norm'?"),
             ("gradient_clipping.colour=1", "unknown key 'gradient_clipping.colour'. Known here: norm, value."),
             ("space.decay={min: low, max: 1.0}", "space.decay.min: should be a valid number"),
             ("task=", "task: should be a valid string, not None"),
@@ -238,7 +243,7 @@ class TestProblems:
 
     def test_a_mistyped_argument_is_an_unknown_key(self, problems):
         assert problems("task: m.py", "budget.totl=5m") == [
-            "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'total'?"
+            "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'budget.total'?"
         ]
 
     def test_arguments_that_are_no_yaml_are_told_with_all_other_problems(self, problems):

@@ -330,6 +330,13 @@ def test_a_name_that_is_no_run_is_told_those_that_are(tmp_path):
         find_run("digit", tmp_path)
     with pytest.raises(UsageError, match="nope: no such run; there are charlm, digits"):
         find_run("nope", tmp_path)
+    with pytest.raises(UsageError, match=r"^my digits: no such run; did you mean 'digits'"):
+        find_run("my digits", tmp_path)
+
+
+def test_a_run_that_is_at_work_and_has_no_result_yet_is_told_from_one_that_is_not_there(folder):
+    with pytest.raises(UsageError, match=rf"^digits: process {os.getpid()} is at work on it, and it has no result yet"):
+        find_run("digits", folder.path.parent)
 
 
 class Clock:

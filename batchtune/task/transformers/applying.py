@@ -18,7 +18,8 @@ def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Argume
     """A copy of `TrainingArguments` with what `batchtune tune` recommends, by a result file or run folder.
 
     Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, max_grad_norm, bf16, fp16 and,
-    where it was measured in that, tf32.
+    where it was measured in that, tf32. How long to train is yours: where `max_steps` is not the horizon of the
+    schedule that was measured, a warning says so.
 
     Raises:
         UsageError: the result recommends nothing.
@@ -36,6 +37,9 @@ def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Argume
         changes["learning_rate"] = found.learning_rate
     if found.precision == "tf32":
         changes["tf32"] = True
+    steps, given = found.total_steps, getattr(arguments, "max_steps", None)
+    if steps is not None and given != steps:
+        say(f"measured with a schedule over {steps} steps, and max_steps is {given}; {steps} is as measured")
     return dataclasses.replace(arguments, **changes)  # type: ignore[type-var]  # they are a dataclass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -92,13 +93,15 @@ class TimeToTargetSampler(BaseSampler):
         self._seed = 0 if seed is None else seed
         self._independent = independent or RandomSampler(seed=seed)
         self._within = within or {}
-        self._space = IntersectionSearchSpace(include_pruned=True)
+        self._space, self._has_warned = IntersectionSearchSpace(include_pruned=True), False
 
     def reseed_rng(self) -> None:
         self._independent.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """The two parameters, once a finished trial has them, or with a prior one that runs.
+
+        Where finished trials do not all have both, over the same range, a warning says so once.
 
         Raises:
             ValueError: the study does not minimise one value, or a parameter is of a kind that it cannot be.
@@ -107,11 +110,24 @@ class TimeToTargetSampler(BaseSampler):
         space, wanted = self._space.calculate(study), (self._batch_size, self._learning_rate)
         if not space and self.prior is not None:
             space = next((each.distributions for each in self._others(study, trial)), {})
-        if not all(name in space for name in wanted):
+        if missing := [name for name in wanted if name not in space]:
+            self._warn(study, missing)
             return {}
         _batch_sizes(self._batch_size, space[self._batch_size])
         _log10_rates(self._learning_rate, space[self._learning_rate])
         return {name: space[name] for name in wanted}
+
+    def _warn(self, study: Study, missing: list[str]) -> None:
+        """Says once that parameters are left to another sampler, as they are in every study until a trial has ended."""
+        if self._has_warned or not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            return
+        self._has_warned = True
+        what, other = " and ".join(missing), type(self._independent).__name__
+        warnings.warn(
+            f"not every finished trial has {what} over the same range, so {type(self).__name__} leaves all to {other}: "
+            "suggest both in every trial, or say what they are called by its arguments batch_size and learning_rate",
+            stacklevel=2,
+        )
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -160,6 +176,14 @@ class TimeToTargetSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> object:
+        """Another sampler's proposal.
+
+        Raises:
+            ValueError: batch size or learning rate is of a kind that it cannot be.
+        """
+        for name, check in ((self._batch_size, _batch_sizes), (self._learning_rate, _log10_rates)):
+            if param_name == name:
+                check(name, param_distribution)
         narrow = self._within.get(param_name, param_distribution)
         seen = _range_of(param_distribution, narrow)
         return _nearest(narrow, self._independent.sample_independent(study, trial, param_name, seen))

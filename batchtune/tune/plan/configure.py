@@ -18,7 +18,7 @@ from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.result import Result, find_run, load_result
-from batchtune.run_folder import write_atomically
+from batchtune.run_folder import THE_CODE, RunFolder, write_atomically
 from batchtune.task.spec import file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
 
@@ -86,6 +86,8 @@ def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Co
     is_task = names_task(source)
     make = partial(config_of_task, source, task_name(source)) if is_task else partial(load_config, source)
     config = make(overrides)
+    if not is_task and not any(each.partition("=")[0].strip() == "name" for each in overrides):
+        _refuse_copied(Path(source), config.name)
     missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
     if not missing:
         return config, []
@@ -102,6 +104,16 @@ def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Co
     told = f"baseline: batch {config.baseline.batch_size}{size}, learning rate {config.baseline.learning_rate:g}{rate}"
     observer.announce(told)
     return config, [told]
+
+
+def _refuse_copied(source: Path, name: str) -> None:
+    """Raises UsageError for the configuration of a run folder that is not its run's: it was copied, or renamed."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    if folder.name != name and "task" in (RunFolder(folder.name, folder.parent).identity() or {}):
+        raise UsageError(
+            f"{source}: is of the run '{name}', in a folder copied or renamed: give that run's own to go on with it, "
+            f"or add name={folder.name} for a study of its own"
+        )
 
 
 def _overrides_of(options: Mapping[str, Any]) -> list[str]:
@@ -124,7 +136,7 @@ def _as_file(config: Config, told: Sequence[str]) -> str:
 
 def identity_of(config: Config) -> dict[str, object]:
     """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, object] = {"task": config.task, "the task's code": file_hash(config.task)}
+    flat: dict[str, object] = {"task": config.task, THE_CODE: file_hash(config.task)}
     for key, value in config.model_dump(mode="json").items():
         if key == "budget":
             flat["budget.run"] = value["run"]

@@ -18,6 +18,7 @@ from batchtune.tune.study.search import Belief, Search, make_pruner, make_sample
 from batchtune.tune.study.storage import open_study
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
+from batchtune.vocabulary import FAILED
 
 
 class TuneStudy:
@@ -179,9 +180,13 @@ class TuneStudy:
         Raises:
             NothingFitsError: nothing is, and why.
         """
-        if not any(trial.is_over for trial in self.records()):
-            raise NothingFitsError("no trial was usable; see the messages of the trials")
+        trials, budget = self.records(), self.parts.budget
+        if not any(trial.is_over for trial in trials):
+            if any(trial.outcome in FAILED for trial in trials):
+                raise NothingFitsError("no trial was usable; see the messages of the trials")
+            used = f"budget.total ({budget.total:g} s) was used up before a run had shown anything"
+            raise NothingFitsError(f"{used}; start again with budget.total={budget.enough()}")
         found = self.recommendation()[0]
         if found is None:
-            raise NothingFitsError(self.parts.targets.unmet(self.parts.budget.enough()))
+            raise NothingFitsError(self.parts.targets.unmet(budget.enough()))
         return found

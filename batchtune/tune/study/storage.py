@@ -25,7 +25,7 @@ from batchtune.config.schema import Config
 from batchtune.document import Document, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Json
-from batchtune.run_folder import cut_to_whole_lines
+from batchtune.run_folder import THE_CODE, cut_to_whole_lines
 from batchtune.tune.optuna_parts.storages import Journal, open_database
 from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.study.history import StudyHistory
@@ -144,8 +144,11 @@ class Agreement:
         theirs = found["identity"]
         for key, value in self._identity.items():
             if key in theirs and theirs[key] != value:
+                what = f"{key} = {theirs[key]}, here it is {value}"
+                if key == THE_CODE:
+                    what = f"other code than {self._config.task} has now"
                 raise UsageError(
-                    f"storage: study {self._config.name} was begun with {key} = {theirs[key]}, here it is {value}; "
+                    f"storage: study {self._config.name} was begun with {what}; "
                     "results would mix, so choose another 'name'; --fresh deletes that study, whoever began it"
                 )
         return ProbeResult.model_validate(found["probe"]), Prior.model_validate(found["prior"])

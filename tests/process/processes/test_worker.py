@@ -395,6 +395,16 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("by_us", [False, True])
+def test_a_child_that_something_else_kills_is_told_from_one_that_we_kill(by_us):
+    child = LocalProcess(["sleep", "60"], {"PATH": os.defpath})
+    try:
+        child.kill() if by_us else os.kill(child.pid, signal.SIGKILL)
+        assert child.last_output()[1] is not by_us
+    finally:
+        child.close()
+
+
 def test_closing_does_not_wait_for_what_got_away_with_the_childs_streams():
     printed: queue.Queue[str] = queue.Queue()
     process = LocalProcess([sys.executable, "-c", RUNAWAY], os.environ, printed.put)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import warnings
 
 import pytest
 import torch
@@ -430,6 +431,27 @@ build_model = made
         assert apply_result(given, result_file(precision="bf16")).bf16
         assert not given.bf16
         assert not apply_result(given, result_file()).bf16
+
+    @pytest.mark.parametrize("given", [{}, {"num_train_epochs": 9}, {"max_steps": 7}])
+    def test_the_horizon_of_the_measured_schedule_is_said_where_it_is_another(self, result_file, given):
+        import transformers
+
+        from batchtune.task.transformers import apply_result
+
+        arguments = transformers.TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **given)
+        with pytest.warns(UserWarning, match=r"over 900 steps, and max_steps is .*; 900 is as measured"):
+            assert apply_result(arguments, result_file(total_steps=900)).max_steps == arguments.max_steps
+
+    def test_of_the_same_horizon_or_of_none_nothing_is_said(self, result_file):
+        import transformers
+
+        from batchtune.task.transformers import apply_result
+
+        arguments = transformers.TrainingArguments(output_dir="out", use_cpu=True, report_to=[], max_steps=900)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for kept in ({"total_steps": 900}, {}):
+                apply_result(arguments, result_file(**kept))
 
     @pytest.mark.filterwarnings("ignore")
     def test_a_run_with_another_batch_size_is_stopped(self, load, result_file):

@@ -5,7 +5,7 @@ import threading
 import pytest
 from fakes import ScriptedLauncher, opened, refusal
 
-from batchtune.errors import DeviceError, RunInterrupted
+from batchtune.errors import DeviceError, RunInterrupted, UserCodeError
 from batchtune.processes import worker as worker_module
 from batchtune.processes.worker import NodeLost, Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
@@ -103,6 +103,33 @@ class TestADeviceThatIsBusyForAMoment:
         worker.renew()
         with pytest.raises(RunInterrupted):
             worker.start()
+
+
+class TestBeingKilledWhileTheTaskIsImported:
+    """By something else: nothing that the task is known to have done."""
+
+    def test_is_tried_again(self):
+        notes = []
+        worker, launcher = worker_of(KILLED, HERE, note=notes.append)
+        assert worker.start().device == "cuda:0"
+        assert [child.is_closed for child in launcher.started] == [True, False]
+        (note,) = notes
+        assert "is tried again" in note
+        assert "SIGKILL" in note
+
+    def test_twice_is_the_machines_fault(self):
+        worker, launcher = worker_of(KILLED, KILLED)
+        with pytest.raises(
+            DeviceError, match=r"ended twice by something else: .*SIGKILL; make room in the host's memory"
+        ):
+            worker.start()
+        assert all(child.is_closed for child in launcher.started)
+
+    def test_what_it_does_to_itself_is_the_tasks(self):
+        worker, launcher = worker_of(CRASHED)
+        with pytest.raises(UserCodeError, match="SIGSEGV"):
+            worker.start()
+        assert len(launcher.started) == 1
 
 
 class TestBeingStopped:

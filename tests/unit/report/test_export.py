@@ -32,6 +32,14 @@ def test_csv_has_a_row_for_every_trial_of_a_study(tuned):
     assert "curve" not in rows[0]
 
 
+def test_what_has_parts_is_json_in_csv(tuned):
+    arguments = {"momentum": 0.9, "nesterov": True, "kind": "a"}
+    first = tuned.trials[0].model_copy(update={"optimizer_arguments": arguments})
+    found = tuned.model_copy(update={"trials": [first, *tuned.trials[1:]]})
+    rows = list(csv.DictReader(io.StringIO(to_csv(found))))
+    assert [json.loads(row["optimizer_arguments"]) for row in rows] == [arguments, {}, {}, {}]
+
+
 def test_csv_has_a_row_for_every_attempt_of_a_probe(probed):
     rows = list(csv.DictReader(io.StringIO(to_csv(probed))))
     assert [(row["precision"], row["batch_size"], row["outcome"]) for row in rows] == [

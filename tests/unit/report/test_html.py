@@ -347,10 +347,13 @@ def test_a_report_that_cannot_be_made_costs_nobody_the_run(result_of, tmp_path, 
     monkeypatch.setattr("batchtune.report.formats.to_html", fail)
     folder = RunFolder("digits", tmp_path)
     folder.open()
-    folder.write_result(result_of("tune"))
+    result = result_of("tune")
+    folder.write_result(result)
+    (folder.path / "report.html").write_text("an earlier one, which is no page of this result")
     with pytest.warns(UserWarning, match=r"report\.html was not written: no ink"):
         folder.close()
     assert (folder.path / "result.json").exists()
+    assert not (folder.path / "report.html").exists()
 
 
 def test_what_all_estimates_have_to_note_stands_on_the_page_once(result_of):

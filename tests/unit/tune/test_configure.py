@@ -1,5 +1,6 @@
 """What a study is compared with where no file says it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from batchtune.config.load import load_config
 from batchtune.config.options import check_options
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
+from batchtune.run_folder import RunFolder
 from batchtune.tune.plan import configure as configuring
 from batchtune.tune.plan.configure import identity_of
 
@@ -34,6 +36,19 @@ def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():
         assert (found.baseline.batch_size, found.baseline.learning_rate) == (64, 3e-4)
         assert (found.budget.total, found.budget.given_total, found.seed) == (600.0, 600.0, 3)
         assert (found.objective.metric, found.objective.goal, found.objective.target) == ("top1", "maximize", 0.9)
+
+
+def test_a_run_folder_that_was_copied_changes_no_other():
+    folder = RunFolder("a", Path("runs"))
+    folder.path.mkdir(parents=True)
+    folder.keep_identity({"task": "model.py"})
+    folder.write("config.yaml", Path("config.yaml").read_text() + "name: a\n")
+    shutil.copytree("runs/a", "runs/b")
+    for source in ("runs/b", "runs/b/config.yaml"):
+        with pytest.raises(UsageError, match=r"is of the run 'a', .*, or add name=b for a study of its own"):
+            configure(source)
+    assert configure("runs/a").name == "a"
+    assert configure("runs/b", overrides=["name=b"]).name == "b"
 
 
 @pytest.mark.parametrize(

@@ -777,6 +777,23 @@ def test_a_study_whose_time_went_before_its_search_says_so(tmp_path):
     assert why_nothing(tuned).startswith("probe and baseline used up budget.total (3600 s) before anything else")
 
 
+def test_a_study_whose_time_went_in_its_first_run_says_so_and_what_is_enough(tmp_path):
+    budget = Budget(run=2.0, total=3.0, trials=2)
+    tuned = study(tmp_path, objective=Objective(target=0.01), budget=budget, clock=Watch())
+    tuned.trials.add(tuned.parts.space.baseline, "search", 0)
+    tuned.trials.drain()
+    assert [trial.outcome for trial in tuned.records()] == ["capped"]
+    told = r"budget.total \(3 s\) was used up before a run had shown anything; start again with budget.total=\d+m"
+    assert re.fullmatch(told, why_nothing(tuned))
+
+
+def test_a_study_all_of_whose_runs_failed_points_to_them(tmp_path):
+    tuned = study(tmp_path, Failing(), objective=Objective(target=0.01))
+    tuned.trials.add(tuned.parts.space.baseline, "search", 0)
+    tuned.trials.drain()
+    assert why_nothing(tuned) == "no trial was usable; see the messages of the trials"
+
+
 def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(tmp_path):
     worker = law.LawWorker(noise=0.05, fail_at=[5])
     tuned = study(tmp_path, worker)

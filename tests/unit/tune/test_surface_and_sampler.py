@@ -260,6 +260,30 @@ def test_parameters_of_another_kind_are_refused_with_what_they_should_be(changes
 
 
 @few_particles
+@pytest.mark.parametrize(
+    "suggest",
+    [
+        lambda trial: trial.suggest_int("batch_size", 8, 512),  # one is missing
+        lambda trial: (trial.suggest_int("batch", 8, 512), trial.suggest_float("lr", 1e-3, 1.0)),  # other names
+        lambda trial: (  # no range of all
+            trial.suggest_int("batch_size", 8, 512),
+            trial.suggest_float("learning_rate", 1e-3, 1.0 + trial.number % 2),
+        ),
+    ],
+)
+def test_a_study_in_which_it_cannot_choose_is_told_so_once(suggest):
+    study = optuna.create_study(sampler=TimeToTargetSampler(seed=0))
+    with pytest.warns(UserWarning, match="TimeToTargetSampler leaves all to RandomSampler") as told:
+        study.optimize(lambda trial: 1.0 + 0 * bool(suggest(trial)), n_trials=5)
+    assert len(told) == 1
+
+
+def test_a_learning_rate_that_is_none_is_refused_in_the_first_trial():
+    study = optuna.create_study(sampler=TimeToTargetSampler(seed=0))
+    with pytest.raises(ValueError, match="learning_rate is no learning rate"):
+        study.ask().suggest_categorical("learning_rate", [1e-3, 1e-2])
+
+
 def test_an_objective_may_say_infinity_where_training_came_apart():
     study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
     for rate, seconds in ((1e-3, 30.0), (0.9, math.inf), (3e-3, 20.0)):
