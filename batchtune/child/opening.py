@@ -185,8 +185,8 @@ def _about_steps(task: Task, ranks: Ranks, command: OpenTask, limit: int | None,
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     settings = optimizers.settings().model_copy(update=task.adapted.optimizer_settings if task.adapted else {})
     if command.purpose == "tune":  # what is wrong with its schedulers is to be said now
-        names, told = task.look_at_schedule(model, optimizers, command.metric, command.goal)
-        settings, notes = settings.model_copy(update={"scheduler": names}), (*notes, *told)
+        known, told = task.look_at_schedule(model, optimizers, command.metric, command.goal)
+        settings, notes = settings.model_copy(update=known), (*notes, *told)
     today = {"current_settings": current_settings(task)} if command.asks_for_current_settings else {}
     return today | {
         "optimizer": optimizers.name,

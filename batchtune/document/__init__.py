@@ -162,7 +162,9 @@ class OptimizerSettings(Record):
         description="'configure_optimizers' or 'Trainer' of an adapted object; absent for the user's build_optimizer.",
     )
     arguments: dict[Text, Value] = Field(
-        default={}, description="TrainingArguments that make optimizer and schedule, of a Hugging Face Trainer."
+        default={},
+        description="TrainingArguments that make optimizer and schedule, of a Hugging Face Trainer; "
+        "of other tasks those of a ReduceLROnPlateau.",
     )
     lr_ratio: float | None = Field(
         default=None, description="The learning rate over the hyperparameter 'lr' of a LightningModule, if it has one."

@@ -192,8 +192,8 @@ class TaskOptimizers(TaskLengths):
 
     def look_at_schedule(
         self, model: nn.Module, optimizers: Optimizers, metric: str | None = None, goal: Goal | None = None
-    ) -> tuple[str | None, list[str]]:
-        """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.
+    ) -> tuple[dict[str, object], list[str]]:
+        """What `OptimizerSettings` have of the user's schedulers, and what to say of them; it spends the optimizers.
 
         That is where the schedule is over long before training is, as one is that was written for epochs.
 
@@ -203,8 +203,11 @@ class TaskOptimizers(TaskLengths):
         """
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         names = together(name for each in schedulers for name in getattr(each, "names", [type(each).__name__]))
+        known: dict[str, object] = {"scheduler": names or None}
         if self.adapted is not None or not schedulers:
-            return names or None, []
+            return known, []
+        if len(schedulers) == 1 and isinstance(schedulers[0], OnPlateau):
+            known["arguments"] = schedulers[0].arguments(metric or "val_loss")
         for each in schedulers:
             if goal is not None and isinstance(each, OnPlateau) and each.scheduler.mode != goal[:3]:
                 raise UserCodeError(
@@ -223,7 +226,7 @@ class TaskOptimizers(TaskLengths):
             f"{text}; if it counts epochs, multiply by {STEPS_PER_EPOCH}: schedules are stepped after each optimizer "
             f"step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
         )
-        return names, [] if after is None else [told]
+        return known, [] if after is None else [told]
 
     def _are_alike_at_another_rate(self, model: nn.Module, given: list[float], rates: list[list[float]]) -> bool:
         """Whether optimizers of another learning rate are given the same by their schedule."""

@@ -38,13 +38,16 @@ def _refuse_fp16_on_cpu(library: str, ran: Ran) -> None:
         raise UsageError(f"{library} does not train in fp16 on a CPU, where this was measured; use bf16 or fp32")
 
 
-def _schedule_notes(ran: Ran, field: str) -> list[str]:
-    """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose."""
+def _schedule_notes(ran: Ran, field: str, instead: str = "") -> list[str]:
+    """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose.
+
+    `instead` is what the library does that is told of no schedule.
+    """
     scheduler, steps = ran.known.scheduler, ran.found.total_steps
     made = f" ({scheduler} of your {ran.known.made_by or 'build_scheduler'})" if scheduler else ""
     if steps is None:
-        return [f"measured with a learning-rate schedule{made}, which no field says"] if made else []
-    return [f"measured with a learning-rate schedule over {steps} steps{made}; {field} would say so"]
+        return [f"measured with a learning-rate schedule{made}, which no field says{instead}"] if made else []
+    return [f"measured with a learning-rate schedule over {steps} steps{made}; {field} would say so{instead}"]
 
 
 def _rank_notes(ran: Ran, command: str = "torchrun --nproc-per-node") -> list[str]:
@@ -127,7 +130,11 @@ def _hf_notes(ran: Ran) -> list[str]:
         notes.append(f"no field says that each gradient is clipped at {clipped:g}: do so before the optimizer's step")
     if has_lengths(ran.result):
         notes.append("the Trainer has one batch size for all lengths; batchtune.LengthBatchSampler has one for each")
-    return notes + _schedule_notes(ran, "max_steps") + _rank_notes(ran)
+    if not ran.known.made_by and "lr_scheduler_type" in ran.known.arguments:  # a ReduceLROnPlateau, which is all said
+        return notes + _rank_notes(ran)
+    instead = "; the Trainer's own schedule, linear to 0, was not measured: pass yours, Trainer(optimizers=(…, …))"
+    theirs = "" if "lr_scheduler_type" in ran.known.arguments else instead
+    return notes + _schedule_notes(ran, "max_steps", theirs) + _rank_notes(ran)
 
 
 def _lightning(ran: Ran) -> Fields:

@@ -1,5 +1,6 @@
 """A child's and a rank's commands in this process: what they ask of a device, in which order, and one that is busy."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -271,6 +272,10 @@ def test_a_plateau_of_the_other_direction_is_told_before_the_study(done, opening
     Child(None).open(opening)
     opened = Child(None).open(opening.but(purpose="tune", goal="maximize"))
     assert opened.optimizer_settings.scheduler == "ReduceLROnPlateau"
+    of_a_trainer = opened.optimizer_settings.arguments
+    made = {"factor": 0.1, "patience": 10, "mode": "max", "min_lr": 0}
+    assert made.items() <= json.loads(of_a_trainer["lr_scheduler_kwargs"]).items()
+    assert (of_a_trainer["lr_scheduler_type"], of_a_trainer["eval_strategy"]) == ("reduce_lr_on_plateau", "epoch")
     words = r"\(mode='max'\) is stepped with objective.metric, and the study is to minimize None: use mode='min', or"
     with pytest.raises(UserCodeError, match=words):
         Child(None).open(opening.but(purpose="tune", goal="minimize"))

@@ -373,11 +373,20 @@ def test_the_horizon_of_a_schedule_is_said_beside_the_text(tuned, name, field):
     assert "1200" not in "".join(lines)  # how long to train is the user's
 
 
+def test_a_trainer_steps_a_plateau_that_was_measured_and_is_told_of_no_other_schedule(tuned):
+    arguments = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": '{"patience": 2}'}
+    plateau = made_with(tuned, "AdamW", scheduler="ReduceLROnPlateau", adapted={"arguments": arguments})
+    assert arguments.items() <= hf(on("cuda", plateau)).items()
+    assert EXPORTS["hf"].said_beside(plateau) == []
+
+
 @pytest.mark.parametrize("name", ["hf", "lightning", "deepspeed", "env"])
 def test_of_a_schedule_that_is_made_for_no_number_of_steps_none_is_said(tuned, name):
     made = on("cuda", made_with(tuned, "AdamW", scheduler="ExponentialLR"))
     said = EXPORTS[name].said_beside(made)[-1]
-    assert said == "measured with a learning-rate schedule (ExponentialLR of your build_scheduler), which no field says"
+    beside = "; the Trainer's own schedule, linear to 0, was not measured: pass yours, Trainer(optimizers=(…, …))"
+    told = "measured with a learning-rate schedule (ExponentialLR of your build_scheduler), which no field says"
+    assert said == told + (beside if name == "hf" else "")
     assert "# learning-rate schedule: ExponentialLR, as your build_scheduler makes it" in pytorch(made).splitlines()
     assert "total_steps" not in pytorch(made)
 
