@@ -154,17 +154,17 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
     how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
-    how |= {"held_before": held_before}
+    how |= {"device": device, "inference": inference, "observer": observer}
 
-    def find(step: Step) -> int:
+    def find(step: Step, held_before: int) -> int:
         with options.asked_by_call(find_batch_size):  # where it decorates, this runs after it has returned
-            return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
+            return find_in_process(step, bounds, held_before=held_before, **how)
 
     def decorate(step: Step) -> Step:
-        step.batch_size = find(step)  # type: ignore[attr-defined]
+        step.batch_size = find(step, resident_bytes())  # type: ignore[attr-defined]
         return step
 
-    return decorate if step is None else find(step)
+    return decorate if step is None else find(step, held_before)
 
 
 @options.takes_options

@@ -170,7 +170,6 @@ def tune(
       batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
-    from batchtune.result import ROOT
     from batchtune.tune.plan import configure
     from batchtune.tune.run import run_tune
 
@@ -186,7 +185,7 @@ def tune(
         _check(session, loaded, warm_start, fresh=fresh)
         return
     with session.observer(loaded.budget.given_total) as observer:
-        result = run_tune(loaded, fresh=fresh, observer=observer, root=ROOT, warm_start=warm_start, began=began)
+        result = run_tune(loaded, fresh=fresh, observer=observer, warm_start=warm_start, began=began)
     session.deliver(result, open_page=open_page)
 
 

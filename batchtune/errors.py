@@ -134,8 +134,8 @@ class HalfPrecisionError(UserCodeError):
 
 def fp32_instead(precision: str, error: str) -> str:
     """What is said where fp32 takes the place of a half precision that nobody asked for, by what that failed with."""
-    reason = error.partition("; ")[0].partition(". ")[0].rpartition(": ")[2]
-    return f"fp32 and not {precision}, since {reason}"
+    after_its_line = re.sub(r"^.*\.py:\d+: ", "", error)
+    return f"fp32 and not {precision}, since {re.split('[.;] ', after_its_line)[0]}"
 
 
 class NothingFitsError(BatchtuneError):

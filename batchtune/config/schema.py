@@ -70,11 +70,16 @@ class Memory(Section):
 class Baseline(Section):
     """What the user runs today; the recommendation is measured against it."""
 
-    batch_size: Count = Field(default=32, description="Your global batch size; left out, as the task says it.")
-    learning_rate: Positive = Field(default=1e-3, description="Your learning rate; left out, as the task says it.")
+    batch_size: Count = Field(default=32, description="Your global batch size.")
+    learning_rate: Positive = Field(default=1e-3, description="Your learning rate.")
     gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), NoSwitch] | None = Field(
         default=None, description="Where it is searched: its norm or value today, 0 for none; null: the task's own."
     )
+
+    @property
+    def defaults(self) -> list[str]:
+        """The keys that nobody has given, of those that a task may know."""
+        return [key for key in ("batch_size", "learning_rate") if key not in self.model_fields_set]
 
 
 class Objective(Section):

@@ -97,7 +97,7 @@ def within_a_cpus(limit_bytes: int, held_before: int | None) -> tuple[int, str]:
 
     What it has taken since it held so many bytes is of the limit; None: nothing.
     """
-    taken = resident_bytes() - held_before if held_before else 0
+    taken = max(0, resident_bytes() - held_before) if held_before else 0
     found = int(max(0, limit_bytes - taken) / (1 + _MOST_SPREAD))
     return found, f"up to {size(found)} is searched: the rest of the limit is for what later steps may take"
 

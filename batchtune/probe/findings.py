@@ -27,10 +27,10 @@ _ADDS_UP = (
 )
 _KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
-_SIZE_ITSELF = re.compile(
-    r" at batch size [\d,]+|\(\d+(?=x\d+ and \d+x\d+\))"
-)  # rows of a product that has no inner size
-_OF_BATCHES = re.compile(r" raised AssertionError\b|\bbatch(es)?\b|\b(divisible|multiple)\b")
+# What an error says of its own size; the second are the rows of a product whose inner sizes differ.
+_SIZE_ITSELF = re.compile(r" at batch size [\d,]+|\(\d+(?=x\d+ and \d+x\d+\))")
+_OF_CODE = re.compile(r" raised (Name|Attribute|Import|ModuleNotFound|Type|Key|Syntax|UnboundLocal)Error\b")
+_OF_BATCHES = re.compile(r" raised AssertionError\b|\bbatch(es)?\b|\b(divisible|multiple)\b|\bout of range\b")
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
     "inference oom": "use a smaller model, a lower precision or a larger --memory-limit",
@@ -206,7 +206,7 @@ class Findings:
 def _may_depend_on_size(messages: Iterable[str]) -> bool:
     """Whether another size may cure errors: they differ by size, but for its own mention, or speak of batches."""
     told = {_SIZE_ITSELF.sub("", each) for each in messages}
-    return len(told) > 1 or any(_OF_BATCHES.search(each) for each in told)
+    return len(told) > 1 or any(_OF_BATCHES.search(each) and not _OF_CODE.search(each) for each in told)
 
 
 def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:

@@ -131,8 +131,8 @@ class Tries:
         if tried.most_samples is not None:
             found.bounds = _bounds(options, found.opened, tried.most_samples)
             return tried.attempt
-        found.fails_in_half |= tried.fails_in_half
-        found.frames = tried.frames if verify or not tried.attempt.fits else found.frames
+        if verify or not tried.attempt.fits:
+            found.frames, found.fails_in_half = tried.frames, tried.fails_in_half and found.precision != "fp32"
         return tried.attempt
 
 

@@ -18,7 +18,7 @@ from batchtune.report.formats import table_lines
 from batchtune.report.terminal import FittedTable
 from batchtune.report.view.model import Column, Table, Tone
 from batchtune.report.view.select import peak_of, probes_of
-from batchtune.report.view.words import IDLE
+from batchtune.report.view.words import IDLE, moment
 from batchtune.units import LEAST_PEAK, duration, number, share, size
 
 WORSE_EXIT_CODE = 1
@@ -148,7 +148,7 @@ def compare(now: Document, before: Document, allow: float) -> Comparison:
         if new != old
     ]
     about = " on ".join(conditions[name] for name in ("task", "device") if name in conditions)
-    title = " ".join(f"{now.kind} of {about}, against {before.created_at[:16].replace('T', ' ')}".split())
+    title = " ".join(f"{now.kind} of {about}, against {moment(before.created_at)}".split())
     return Comparison(title, changes, notes, allow)
 
 
@@ -260,7 +260,7 @@ def _of_study(now: Document, before: Document) -> Iterator[Change]:
     same = now.target.value == before.target.value
     name = "time to target" if same else "time to a target of another value"
     if found is not None and bool(found.timed_in_turn) != bool(earlier.timed_in_turn):
-        same, name = False, f"{name}, one of the two with the {IDLE}"
+        same, name = False, f"{name}, {'now' if found.timed_in_turn else 'before'} with the {IDLE}"
     error = math.hypot(_half(new), _half(old)) if same and new else math.inf if new else 0.0
     median = new.median if new else None
     yield Change("time_to_target_seconds", name, earlier.precision, old.median, median, error, write=duration)

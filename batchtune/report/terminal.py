@@ -31,7 +31,7 @@ _FIRST_TO_GO = 9  # where room is short
 _LEAST_WRAPPED = 16  # columns that words need to be read
 _LONGEST = 96  # characters of words; the message of a failure that matters is told in full elsewhere
 _STAND_INS = {
-    "×": "x", "µ": "u", "°": " ", "±": "~", "·": "*", "…": ".", "–": "-", "—": "-", "’": "'",
+    "×": "x", "µ": "u", "°": " ", "±": "~", "≈": "~", "≥": ">", "·": "*", "…": ".", "–": "-", "—": "-", "’": "'",
     "α": "a", "β": "b", "█": "#", "●": "o", "◉": "@", "╌": "-", "─": "-", "│": "|", "┤": "+", "┬": "+", "└": "+",
 } | dict.fromkeys("▏▎▍▌▋▊▉", "#") | dict.fromkeys("╭╮╰╯", "+")  # fmt: skip
 _DOTS = range(0x2800, 0x2900)  # Braille: the dots of a curve

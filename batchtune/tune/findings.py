@@ -56,12 +56,24 @@ def loading_warnings(probe: ProbeResult, prior: Prior, device: str, world_size: 
     return [f"{told}: load it with more workers, or prepare it beforehand (decoded, collated), and tune again"]
 
 
-def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
-    """One where the user's bounds keep the probe below the baseline's batch size, so that it had to be accumulated."""
-    most = probe.max_batch_size
-    if most is None or probe.limited_by != "max" or batch_size <= most:
+def default_warnings(config: Config, opened: Opened) -> list[str]:
+    """One where nobody has given the baseline, which is then a default, whatever the task says."""
+    keys, known = config.baseline.defaults, dict(opened.current_settings)
+    if not keys:
         return []
-    text = f"the baseline's batch {batch_size:,} is above what batch_size allows ({most:,} at once): it was measured in"
+    taken = " and ".join(f"baseline.{key}={getattr(config.baseline, key):g}" for key in keys)
+    says = " and ".join(f"{known[key][0]:g} ({known[key][1]})" for key in keys if known.get(key))
+    text = f"{taken} {'are defaults' if len(keys) > 1 else 'is a default'}, with which 'today' is measured"
+    return [f"{text}{f'; the task says {says}' if says else ''}: set what you train with, and start over with --fresh"]
+
+
+def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
+    """One where bounds or slow steps keep the probe below the baseline's batch size, so that it was accumulated."""
+    most, ended = probe.max_batch_size, probe.limited_by
+    if most is None or ended not in {"max", "timeout"} or batch_size <= most:
+        return []
+    bound = "what batch_size allows" if ended == "max" else "what budget.run has time for"
+    text = f"the baseline's batch {batch_size:,} is above {bound} ({most:,} at once): it was measured in"
     return [f"{text} accumulated micro-batches, which may be slower than what you run today"]
 
 

@@ -78,9 +78,9 @@ class Progress:
                 ) from None
 
     def earlier_probe(self) -> ProbeResult | None:
-        """An earlier start's probe, where it came to its end: the last is that steps are timed, and then comes more."""
+        """An earlier start's probe, where it came to its end."""
         found, others = self.earlier.probe if self.earlier else None, {each.name for each in self.config.variants[1:]}
-        is_whole = self.earlier is not None and (self.earlier.prior or self.earlier.trials)
+        is_whole = found and found.verified_in_fresh_process and found.throughput
         return found if found and is_whole and others == (found.other_variants or {}).keys() else None
 
     def keep(self, attempt: Attempt) -> None:
@@ -99,6 +99,9 @@ class Progress:
     def save(self, status: Status, error: BatchtuneError | None = None) -> Result:
         """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
         result, earlier = self.document(status, error), self.earlier
+        if self.probe is None and result.probe is not None:  # whose steps the next start times all together
+            untimed = result.probe.model_copy(update={"throughput": [], "throughput_fit": None})
+            result = result.model_copy(update={"probe": untimed})
         nothing_new = earlier is not None and (earlier.trials or (earlier.probe and not (self.probe or self.probing)))
         if self.study is None and earlier is not None and nothing_new:
             return earlier.model_copy(update={"status": status, "error": result.error})
@@ -148,6 +151,11 @@ class Progress:
             baseline=baseline,
         )
 
+    def said_first(self) -> list[str]:
+        """What is to be known of the configuration before anything is measured."""
+        defaults = findings.default_warnings(self.config, self.opened) if self.opened else []
+        return self.config.objective.warnings() + defaults
+
     def _confirm_command(self, study: TuneStudy, found: Recommendation) -> str | None:
         """What goes on with this study, by the configuration that its folder keeps; None where all is confirmed."""
         if found.seeds_to_confirm is None:
@@ -163,7 +171,7 @@ class Progress:
         of_device = findings.device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
             return of_device
-        found = self.config.objective.warnings() + findings.bound_warnings(self.config, recommended)
+        found = self.said_first() + findings.bound_warnings(self.config, recommended)
         sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)

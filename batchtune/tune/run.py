@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.result import Result, of_first_rank
+from batchtune.result import ROOT, Result, of_first_rank
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan.configure import configure, identity_of, read_warm_start
 from batchtune.tune.plan.open_task import require_executor
@@ -49,7 +49,7 @@ def run_tune(
     *,
     fresh: bool,
     observer: Observer,
-    root: Path,
+    root: Path = ROOT,
     warm_start: str | os.PathLike[str] | None,
     began: float,
 ) -> Result:

@@ -35,7 +35,7 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
             schedule = opened.optimizer_settings.scheduler is not None
             told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
             observer.announce(told)
-        for told in config.objective.warnings():
+        for told in progress.said_first():
             observer.announce(told)
         storage = open_storage(config.storage, progress.folder.path)
         if fresh and config.storage is not None:

@@ -115,7 +115,6 @@ def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder
     monkeypatch.setattr(batchtune.api, "check", lambda *_, **__: {})  # what a dry run does in a child
     (folder / "config.yaml").write_text(
         "task: model.py\nlearning_rate: {min: 1e-5, max: 1}\nconfirm: off\nmemory: {limit: 2GiB}\nname: on\n"
-        "baseline: {batch_size: 8, learning_rate: 1e-3}\n"
     )
     resolved = yaml.safe_load(invoke("tune", "config.yaml", "--dry-run", "-q").stdout)
     assert resolved["learning_rate"] == {"min": 1e-5, "max": 1.0}

@@ -127,6 +127,8 @@ class TestTheSearch:
         monkeypatch.setattr(final_check, "resident_bytes", lambda: 5200)
         found(Step(memory), memory, limit=1000, held_before=5000)
         assert "enforce 640" in memory.asked
+        found(Step(memory), memory, limit=1000, held_before=5300)  # what was given back meanwhile is no room for more
+        assert "enforce 800" in memory.asked
 
     def test_every_size_takes_several_steps(self, memory):
         step = Step(memory)

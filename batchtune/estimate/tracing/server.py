@@ -51,7 +51,7 @@ def _by_traces(asked: commands.Tracing, answer: Callable[[Tracer], Answer]) -> A
     try:
         return answer(Tracer(asked))
     except (StepFailedError, HalfPrecisionError) as failed:
-        instead = "fp32" if isinstance(failed, HalfPrecisionError) else None
+        instead = "fp32" if isinstance(failed, HalfPrecisionError) and asked.precision != "fp32" else None
         return commands.Refusal(refused=str(failed), frames=failed.frames, instead=instead)
     except CannotTraceError as refusal:
         return commands.Refusal(refused=str(refusal))

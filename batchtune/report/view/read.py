@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 
 from batchtune.document import Document
 from batchtune.errors import UsageError
@@ -16,7 +15,7 @@ from batchtune.report.view.select import chosen_probe, probes_of
 from batchtune.report.view.settings import pytorch
 from batchtune.report.view.study_plots import bars, curves, landscape
 from batchtune.report.view.trainers import EXPORTS
-from batchtune.report.view.words import machine, start_of_search, target_text
+from batchtune.report.view.words import machine, moment, start_of_search, target_text
 from batchtune.units import size
 from batchtune.vocabulary import length_text
 
@@ -60,7 +59,7 @@ def view_of(result: Document) -> View:
         title=result.name or result.task.path,
         status=result.status,
         problem=result.error.message if result.error else "",
-        about=[each for each in (_moment(result.created_at), *about) if each],
+        about=[each for each in (moment(result.created_at), *about) if each],
         headline=_headline(result),
         comparison=study.comparison(result, found) if found else None,
         bars=bars(result, found) if found else [],
@@ -177,14 +176,4 @@ def _environment(result: Document) -> list[Fact]:
     others = (where.other_processes if where else None) or []
     known["memory held by others"] = ", ".join(f"process {each.pid}: {size(each.memory_bytes)}" for each in others)
     known["task"], known["sha256 of the task"] = result.task.path, f"{digest[:16]}…" if digest else ""
-    return facts(known | {"batchtune": result.batchtune_version, "measured at": _moment(result.created_at)})
-
-
-def _moment(text: str) -> str:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    if moment.tzinfo is None:
-        return f"{moment:%Y-%m-%d %H:%M}"
-    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    return facts(known | {"batchtune": result.batchtune_version, "measured at": moment(result.created_at)})

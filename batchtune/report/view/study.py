@@ -251,7 +251,7 @@ def _medians(result: Document, key: str, intervals: Sequence[Interval | None], i
     else:
         column = numbers(f"best {metric_of(result)}", values, digits=4)
     marks = [
-        "≥ " if each and each.at_least else "≈ " if is_estimate else ""
+        "" if each is None else "≥ " if each.at_least else "≈ " if is_estimate else ""
         for each, is_estimate in zip(intervals, idle, strict=True)
     ]
     cells, lined_up = ([*map("".join, zip(marks, texts, strict=True))] for texts in (column.cells, column.lined_up))

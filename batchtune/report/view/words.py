@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from textwrap import shorten
 
 from batchtune.document import (
@@ -106,6 +107,17 @@ def batch_text(recommendation: Recommendation) -> str:
         text += f" = {recommendation.micro_batch_size:,} × {recommendation.gradient_accumulation_steps} accumulated"
         text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
     return text
+
+
+def moment(text: str) -> str:
+    """When something was measured, to the minute."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    if moment.tzinfo is None:
+        return f"{moment:%Y-%m-%d %H:%M}"
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def machine(where: Environment) -> str:

@@ -171,6 +171,11 @@ def resized(loader: DataLoader[object], batch_size: int) -> DataLoader[object]:
     )
 
 
+def read_from(loader: str, accumulated: str, steps: int) -> str:
+    """Where today's batch size was read, and how one is measured that is accumulated in so many steps."""
+    return loader if steps == 1 else f"{loader} x {accumulated}, at once where that fits"
+
+
 def set_learning_rate(
     optimizers: Sequence[Optimizer], learning_rate: float, schedulers: Iterable[object] = (), *, where: str
 ) -> None:

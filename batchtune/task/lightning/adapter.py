@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
-from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, nominal_rate, real_copy, set_learning_rate
+from batchtune.task.adapting import (
+    FromLoader,
+    LoaderParts,
+    highest_rate,
+    nominal_rate,
+    read_from,
+    real_copy,
+    set_learning_rate,
+)
 from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.lightning.data import (
     LightningData,
@@ -103,9 +111,7 @@ class LightningTask(FromLoader):
 
     def current_settings(self) -> CurrentSettings:
         optimizers, _ = configured(self.build_model(), self)
-        where = "train_dataloader" + (
-            " x accumulate_grad_batches, at once where that fits" if self.accumulation_steps > 1 else ""
-        )
+        where = read_from("train_dataloader", "accumulate_grad_batches", self.accumulation_steps)
         return CurrentSettings(
             batch_size=(self.parts.batch_size * self.accumulation_steps, where),
             learning_rate=(highest_rate(optimizers), "configure_optimizers"),

@@ -16,7 +16,15 @@ from torch.utils.data import Subset
 
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings, TrainingLength
-from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loader_parts, real_copy, set_learning_rate
+from batchtune.task.adapting import (
+    FromLoader,
+    LoaderParts,
+    highest_rate,
+    loader_parts,
+    read_from,
+    real_copy,
+    set_learning_rate,
+)
 from batchtune.task.adapting.plateau import OnPlateau
 
 HuggingFaceTrainer: TypeAlias = Any  # Transformers is no dependency, so its types are not looked at
@@ -94,9 +102,7 @@ class TrainerTask(FromLoader):
 
     def current_settings(self) -> CurrentSettings:
         size, steps = self.parts.batch_size, self.accumulation_steps
-        where = "per_device_train_batch_size" + (
-            " x gradient_accumulation_steps, at once where that fits" if steps > 1 else ""
-        )
+        where = read_from("per_device_train_batch_size", "gradient_accumulation_steps", steps)
         return CurrentSettings(batch_size=(size * steps, where), learning_rate=self._current_rate)
 
     @cached_property

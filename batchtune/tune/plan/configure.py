@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,14 @@ def _is_read(file: Path, given: str | os.PathLike[str] | Config) -> bool:
 
 
 def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:
-    """The configuration of a file or a task, and sentences on where its baseline was read.
-
-    What a file does not say of the baseline is read from the task, too; where that does not say it, a default holds.
-    """
-    is_task = names_task(source)
-    make = partial(config_of_task, source, task_name(source)) if is_task else partial(load_config, source)
-    config = make(overrides)
-    if not is_task and not any(each.partition("=")[0].strip() == "name" for each in overrides):
-        _refuse_copied(Path(source), config.name)
+    """The configuration of a file or a task, and sentences on where its baseline was read."""
+    if not names_task(source):
+        config = load_config(source, overrides)
+        if not any(each.partition("=")[0].strip() == "name" for each in overrides):
+            _refuse_copied(Path(source), config.name)
+        return config, []
+    name = task_name(source)
+    config = config_of_task(source, name, overrides)
     missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
     if not missing:
         return config, []
@@ -95,12 +93,12 @@ def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Co
     with Worker(settings, LocalLauncher(observer.printed), note=observer.announce) as worker:
         found = {key: value for key, value in start_worker(worker).current_settings if value}
     unknown = [key for key in missing if key not in found]
-    if unknown and is_task:
+    if unknown:
         what = " and ".join(key.replace("_", " ") for key in unknown)
         raise UsageError(f"{source}: does not say its {what}; add {' '.join(_FLAGS[key] for key in unknown)}")
-    config = make([*(f"baseline.{key}={found[key][0]!r}" for key in missing if key in found), *overrides])
-    where = {key: found[key][1] if key in found else f"default: set baseline.{key}" for key in missing}
-    size, rate = (f" ({where[key]})" if key in missing else "" for key in _FLAGS)
+    read = [f"baseline.{key}={found[key][0]!r}" for key in missing]
+    config = config_of_task(source, name, [*read, *overrides])
+    size, rate = (f" ({found[key][1]})" if key in missing else "" for key in _FLAGS)
     told = f"baseline: batch {config.baseline.batch_size}{size}, learning rate {config.baseline.learning_rate:g}{rate}"
     observer.announce(told)
     return config, [told]

@@ -138,6 +138,7 @@ def worker_settings(config: Config) -> OpenTask:
         activation_checkpointing=config.variants[0].activation_checkpointing,
         metric=config.objective.metric,
         goal=config.objective.goal,
+        asks_for_current_settings=bool(config.baseline.defaults),
         strategies=tuple(config.ranks.strategies),
     )
 

@@ -32,18 +32,6 @@ def test_a_task_that_does_not_say_it_is_told_with_what_to_type(quick_cli):
     assert not (quick_cli.folder / ".batchtune").exists()
 
 
-def test_a_file_that_does_not_say_the_baseline_has_that_of_the_task_and_says_what_is_a_default(quick_cli):
-    task = quick_cli.folder / "linear.py"
-    task.write_text(task.read_text() + "\nBATCH_SIZE = 24\n")
-    quick_cli.write("short.yaml", "task: linear.py\n")
-    checked = quick_cli("tune", "short.yaml", "--dry-run", "--json")
-    assert checked.code == 0, checked.err
-    assert "baseline: batch 24 (BATCH_SIZE in linear.py:" in checked.err
-    assert "), learning rate 0.001 (default: set baseline.learning_rate)\n" in checked.err
-    both = quick_cli("tune", "short.yaml", "baseline.learning_rate=0.1", "--dry-run", "--json", "baseline.batch_size=8")
-    assert "baseline: " not in both.err
-
-
 def test_an_option_of_probe_that_tune_has_as_a_key_is_told_with_what_to_type(cli):
     answer = cli("tune", "linear.py", "--memory-limit", "20GiB")
     assert answer.code == 2

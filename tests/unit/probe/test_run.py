@@ -194,6 +194,10 @@ class TestPrecisions:
         with pytest.raises(UserCodeError, match="no"):
             probed(fails, precisions=("bf16",))
 
+    def test_an_error_that_speaks_of_autocast_at_fp32_too_is_raised(self, probed):
+        with pytest.raises(UserCodeError, match="no"):
+            probed(lambda *_: "user_error", precisions=("bf16",), in_half={"bf16", "fp32"})
+
     def test_where_fp32_in_the_place_of_a_half_precision_fits_nowhere_both_are_told(self, probed):
         outcomes = {"bf16": "user_error", "fp32": "oom"}
         with pytest.raises(NothingFitsError) as raised:

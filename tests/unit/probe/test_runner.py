@@ -494,6 +494,8 @@ class TestFailures:
                 "compute_loss raised NameError at batch size {0} (not an out-of-memory error): m.py:9: no 'targets'",
                 False,
             ),
+            ("compute_loss raised NameError at batch size {0}: m.py:9: name 'batch' is not defined", False),
+            ("compute_loss raised RuntimeError at batch size {0}: m.py:9: selected index k out of range", True),
             (
                 "a library raised RuntimeError at batch size {0}: mat1 and mat2 cannot be multiplied ({0}x8 and 9x4)",
                 False,

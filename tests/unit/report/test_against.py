@@ -106,7 +106,7 @@ def test_what_an_idle_machine_would_take_is_not_held_against_what_runs_took():
     now = studied(5, 4.9, 5.1)
     now["recommendation"]["timed_in_turn"] = True
     (change,) = [each for each in compared(now, studied(10, 9.9, 10.1)).changes if each.figure.startswith("time")]
-    assert change.words == "time to target, one of the two with the machine idle (estimate)"
+    assert change.words == "time to target, now with the machine idle (estimate)"
     assert change.verdict(0.05) == "uncertain"
 
 

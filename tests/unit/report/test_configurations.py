@@ -121,6 +121,10 @@ def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_i
     assert [row["to target"] for row in rows] == ["≈ 10 s", "40 s", "≈ 30 s"]
     assert made.title.endswith("medians over their seeds; ≈: machine idle (estimate)")
     assert bars(result, result.recommendation)[0].title == "Time to target, machine idle (estimate)"
+    del today["time_to_target_seconds"]
+    stopped = [each | {"time_to_target_seconds": None} for each in runs["trials"] if each["batch_size"] == 32]
+    unknown = runs | {"recommendation": answer, "baseline": today, "trials": [*runs["trials"][1:2], *stopped]}
+    assert [row["to target"] for row in rows_of(result_of("tune", **unknown))[1]] == ["≈ 10 s", "-"]
 
 
 def test_runs_that_were_cut_off_are_a_lower_bound_of_their_median(result_of):

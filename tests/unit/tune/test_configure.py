@@ -24,9 +24,7 @@ def configure(config, *, save_config=None, **options):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("BATCH_SIZE = 8\n")
-    Path("config.yaml").write_text(
-        "task: model.py\nbudget: {total: 1h}\nbaseline: {batch_size: 8, learning_rate: 1e-3}\n"
-    )
+    Path("config.yaml").write_text("task: model.py\nbudget: {total: 1h}\nbaseline: {batch_size: 8}\n")
 
 
 def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():

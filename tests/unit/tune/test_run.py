@@ -7,9 +7,9 @@ import documents
 import pytest
 
 from batchtune.config.schema import Config
+from batchtune.document import ProbeResult
 from batchtune.errors import NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Observer
-from batchtune.result import Result
 from batchtune.run_folder import RunFolder
 from batchtune.session import Session
 from batchtune.tune import run
@@ -56,15 +56,20 @@ def test_so_it_does_for_the_command_whose_first_look_at_the_task_comes_before_al
     assert counted[0] < looked[0]
 
 
-@pytest.mark.parametrize(("kept", "is_whole"), [([], False), (["prior"], True), (["trials"], True)])
-def test_a_probe_whose_steps_were_still_being_timed_is_done_again(tmp_path, kept, is_whole):
+def test_a_probe_whose_steps_were_still_being_timed_times_all_of_them_again(tmp_path):
     (tmp_path / "model.py").write_text("")
     config = Config(task=str(tmp_path / "model.py"), baseline={"batch_size": 8, "learning_rate": 1e-3})
-    progress = Progress(config, RunFolder("law", tmp_path), 0.0)
-    assert progress.earlier_probe() is None
-    later = {name: None for name in ("prior", "trials", "recommendation", "baseline") if name not in kept}
-    progress.earlier = Result.model_validate(documents.tuned() | later)
-    assert (progress.earlier_probe() is not None) == is_whole
+    progress, folder = Progress(config, RunFolder("law", tmp_path), 0.0), RunFolder("law", tmp_path)
+    folder.open()
+    found = ProbeResult.model_validate(documents.probed())
+    progress.probing = SimpleNamespace(result=lambda: found)
+    for known in (None, found):  # until it has come to its end, and then
+        progress.probe = known
+        progress.save("interrupted")
+        later = Progress(config, folder, 0.0)
+        later.load_earlier()
+        assert later.earlier_probe() == known
+    folder.close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from batchtune.protocol.data import TrainingLength
 from batchtune.tune.findings import (
     baseline_warnings,
     bound_warnings,
+    default_warnings,
     precision_warnings,
     schedule_warnings,
     search_warnings,
@@ -25,6 +26,30 @@ def probe(largest, limited_by):
 def test_a_baseline_above_what_the_users_bounds_let_the_probe_try_was_accumulated():
     (told,) = baseline_warnings(probe(64, "max"), 256)
     assert "the baseline's batch 256 is above what batch_size allows (64 at once)" in told
+
+
+def test_so_was_one_of_which_budget_run_has_no_time_for_as_many_steps_as_it_takes():
+    (told,) = baseline_warnings(probe(64, "timeout"), 256)
+    assert "the baseline's batch 256 is above what budget.run has time for (64 at once)" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, "baseline.batch_size=32 and baseline.learning_rate=0.001 are defaults"),
+        ({"batch_size": 8}, "baseline.learning_rate=0.001 is a default"),
+    ],
+)
+def test_a_baseline_that_nobody_gave_is_told_with_what_the_task_says(given, taken):
+    says = {"batch_size": (24, "BATCH_SIZE in m.py:3"), "learning_rate": (5e-5, "TrainingArguments")}
+    config = Config(task="model.py", baseline=given)
+    (told,) = default_warnings(config, opened(current_settings=says))
+    assert told.startswith(taken)
+    size = "" if given else "24 (BATCH_SIZE in m.py:3) and "
+    assert f"; the task says {size}5e-05 (TrainingArguments): set what you train with" in told
+    assert "the task says" not in default_warnings(config, opened())[0]
+    whole = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 0.1})
+    assert default_warnings(whole, opened(current_settings=says)) == []
 
 
 @pytest.mark.parametrize(("largest", "limited_by"), [(64, "memory"), (256, "max"), (512, "max"), (None, None)])
