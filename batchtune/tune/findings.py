@@ -57,14 +57,16 @@ def loading_warnings(probe: ProbeResult, prior: Prior, device: str, world_size: 
 
 
 def default_warnings(config: Config, opened: Opened) -> list[str]:
-    """One where nobody has given the baseline, which is then a default, whatever the task says."""
-    keys, known = config.baseline.defaults, dict(opened.current_settings)
-    if not keys:
+    """One where nobody has given the baseline, and the task does not say that it is the default."""
+    known = {key: told for key, told in opened.current_settings if told}
+    taken = {key: getattr(config.baseline, key) for key in config.baseline.defaults}
+    taken = {key: value for key, value in taken.items() if key not in known or known[key][0] != value}
+    if not taken:
         return []
-    taken = " and ".join(f"baseline.{key}={getattr(config.baseline, key):g}" for key in keys)
-    says = " and ".join(f"{known[key][0]:g} ({known[key][1]})" for key in keys if known.get(key))
-    text = f"{taken} {'are defaults' if len(keys) > 1 else 'is a default'}, with which 'today' is measured"
-    return [f"{text}{f'; the task says {says}' if says else ''}: set what you train with, and start over with --fresh"]
+    named = " and ".join(f"baseline.{key}={value:g}" for key, value in taken.items())
+    says = " and ".join(f"{known[key][0]:g} in {known[key][1]}" for key in taken if key in known)
+    instead = f", where the task says {says}" if says else ""
+    return [f"'today' is {named} by default{instead}: set what you train with, and start over with --fresh"]
 
 
 def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
