@@ -63,8 +63,8 @@ def default_warnings(config: Config, opened: Opened) -> list[str]:
     taken = {key: value for key, value in taken.items() if key not in known or known[key][0] != value}
     if not taken:
         return []
-    named = " and ".join(f"baseline.{key}={value:g}" for key, value in taken.items())
-    says = " and ".join(f"{known[key][0]:g} in {known[key][1]}" for key in taken if key in known)
+    named = " and ".join(f"baseline.{key}={value}" for key, value in taken.items())
+    says = " and ".join(f"{known[key][0]} in {known[key][1]}" for key in taken if key in known)
     instead = f", where the task says {says}" if says else ""
     return [f"'today' is {named} by default{instead}: set what you train with, and start over with --fresh"]
 

@@ -44,6 +44,11 @@ def test_so_was_one_of_which_budget_run_has_no_time_for_as_many_steps_as_it_take
         ),
         ({"batch_size": 8}, {"batch_size": (24, "m")}, "baseline.learning_rate=0.001 by default: set"),
         ({"learning_rate": 0.1}, {"batch_size": (32, "m")}, None),
+        (
+            {"learning_rate": 0.1},
+            {"batch_size": (2**20, "m")},
+            "baseline.batch_size=32 by default, where the task says 1048576",
+        ),
         ({"batch_size": 8, "learning_rate": 0.1}, {"batch_size": (24, "m")}, None),
     ],
 )

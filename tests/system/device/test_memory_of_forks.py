@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 STEP = """
 import os, sys
