@@ -20,8 +20,8 @@ from batchtune.child.stepping import Precision
 from batchtune.child.trainer import Trainer, move
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable
-from batchtune.errors import UsageError, UserCodeError
-from batchtune.task.contract import Task
+from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, fp32_instead
+from batchtune.task.contract import Task, describe_user_error
 from batchtune.task.state import kept_random_numbers, seed_everything
 
 
@@ -128,12 +128,28 @@ def look_at_evaluation(
     return fitted if fitted < asked else None, adds_up(trainer, fitted)
 
 
-def require_metric(task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE) -> None:
-    """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
-    if task.has("evaluate"):
+def require_metric(
+    task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE, *, or_fp32: bool = False
+) -> str:
+    """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own.
+
+    Returns why that was in fp32, where it may be and the half precision is refused; else nothing.
+    """
+    if not task.has("evaluate"):
+        if metric != "val_loss":
+            raise _only_val_loss(metric, task)
+        return ""
+    try:
         metric_value(Trainer(task, device, precision, ranks=ranks), metric, 1)
-    elif metric != "val_loss":
-        raise _only_val_loss(metric, task)
+    except Exception as error:
+        refused = describe_user_error(error, "in an evaluation")
+        if not or_fp32 or not isinstance(refused, HalfPrecisionError):
+            raise
+        free_frames(error)
+    else:
+        return ""
+    metric_value(Trainer(task, device, "fp32", ranks=ranks), metric, 1)
+    return fp32_instead(precision, str(refused))
 
 
 def adds_up(trainer: Trainer, batch_size: int) -> bool:

@@ -115,8 +115,10 @@ class Session:
             **_about_steps(task, self._ranks, command, limit, chosen[0][0]),
         )
         if command.metric is not None:
-            require_metric(task, memory.device, command.metric, chosen[0][0], self._ranks)
+            is_free = command.precision == ("auto",)
+            why = require_metric(task, memory.device, command.metric, chosen[0][0], self._ranks, or_fp32=is_free)
             memory.release()
+            opened = opened.in_fp32(why) if why else opened
         return opened
 
     def _environment(self) -> Environment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from batchtune.document import (
     NO_CLIPPING,
@@ -49,6 +49,7 @@ class Opened(Message):
         device: as torch names it.
         device_count: devices of that kind which the child sees.
         precision: each with the reason why it was chosen.
+        instead: why it is fp32 and not the half precision that the device does well, where the task refuses that.
         train_size: samples; None for a stream, or where the task makes its batches.
         samples: of the worst batch; None where the task makes it.
         lengths: that were asked for or found; None where none were asked for.
@@ -73,6 +74,7 @@ class Opened(Message):
     nvml_uuid: str | None
     counts_energy: bool
     precision: tuple[tuple[str, str], ...]
+    instead: str = ""
     train_size: int | None
     samples: SamplesSeen | None = None
     lengths: LengthsSeen | None = None
@@ -95,6 +97,11 @@ class Opened(Message):
     training_length: TrainingLength = TrainingLength()
     notes: tuple[str, ...] = ()
     forks: bool = False
+
+    def in_fp32(self, why: str) -> Self:
+        """The same in the place of a half precision that nobody asked for, since the task does not train in that."""
+        ((half, _), *_) = self.precision
+        return self.but(precision=(("fp32", f"not {half}, in which it does not train"),), instead=why)
 
     def training_steps(self, batch_size: int) -> int | None:
         """Optimizer steps of the user's own training, of which a batch is so large; None where that is not known."""

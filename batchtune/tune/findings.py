@@ -93,8 +93,10 @@ def target_warnings(target: Target, trials: Sequence[Trial] = ()) -> list[str]:
 
 
 def precision_warnings(config: Config, opened: Opened) -> list[str]:
-    """One where today's setting ran in a half precision that nobody has asked for."""
+    """One where today's setting ran in a half precision that nobody has asked for, or in fp32 since that is refused."""
     ((precision, _), *_) = opened.precision
+    if opened.instead:
+        return [opened.instead]
     if config.precision != "auto" or precision == "fp32":
         return []
     text = f"what you run today was run in {precision}, too, which this device does well"

@@ -83,6 +83,11 @@ class Progress:
         is_whole = found and found.verified_in_fresh_process and found.throughput
         return found if found and is_whole and others == (found.other_variants or {}).keys() else None
 
+    def run(self, probing: Probe, opened: Opened) -> ProbeResult:
+        """What a probe of the task comes to, as that was opened for it; `document` has it on the way, too."""
+        self.opened, self.probing = opened, probing
+        return probing.run()
+
     def keep(self, attempt: Attempt) -> None:
         """Adds an attempt to the run folder; the first that fits is something not to be mixed with anything else."""
         if attempt.fits:

@@ -9,7 +9,7 @@ from batchtune.processes.pool import WorkerPool
 from batchtune.tune.group_runs import train_groups
 from batchtune.tune.plan.configure import WarmStart, identity_of
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
-from batchtune.tune.plan.open_task import grow, open_pool, open_task
+from batchtune.tune.plan.open_task import as_probed, grow, open_pool, open_task, or_in_fp32
 from batchtune.tune.plan.study_probe import study_probe
 from batchtune.tune.progress import Progress
 from batchtune.tune.scaling import scale
@@ -41,7 +41,7 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
         if fresh and config.storage is not None:
             delete_study(storage, config.name)
         _probe_and_measure(progress, pool, Agreement(storage, config, opened.environment.device), observer, warm_start)
-        probe, prior = progress.probe, progress.prior
+        probe, prior, opened = progress.probe, progress.prior, progress.opened
         assert probe is not None and prior is not None  # noqa: PT018, S101 - they are known by now
         plan = make_plan(config, opened, probe, prior)
         progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)
@@ -70,15 +70,18 @@ def _probe_and_measure(
             observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
-        told = ProbeInTime(config, observer, progress.folder.attempts())
-        progress.probing = study_probe(config, opened, worker, told, progress.folder.attempts())
-        probe, others = progress.probing.run(), dict[str, int]()
+        attempts, others = progress.folder.attempts, dict[str, int]()
+        how = (worker, ProbeInTime(config, observer, attempts()))
+        probe, opened = or_in_fp32(
+            lambda task: progress.run(study_probe(config, task, *how, attempts()), task), opened, config, observer
+        )
         for variant in config.variants[1:]:
             progress.variant = variant.name
             observer.stage(f"probing {variant.name}")
-            other = study_probe(config, opened, worker, observer, progress.folder.attempts(), variant)
+            other = study_probe(config, opened, worker, observer, attempts(), variant)
             others[variant.name] = other.largest()  # 0 where none fits
         progress.variant, progress.probe = None, probe.model_copy(update={"other_variants": others or None})
+    progress.opened = opened = as_probed(opened, progress.probe, config)
     progress.save("interrupted")
     if progress.prior is None and progress.earlier is not None:  # of a version whose studies had none
         progress.prior = progress.earlier.prior

@@ -12,7 +12,7 @@ from cuda.tasks import PERCEPTRON
 from fixtures.waiting import wait_until
 
 import batchtune
-from batchtune.errors import DeviceError
+from batchtune.errors import DeviceError, UserCodeError
 from batchtune.observer import Observer
 
 GiB = 2**30
@@ -74,6 +74,38 @@ def test_four_workers_tune_on_a_card_each_and_the_parent_on_none(folder):
         for other in cards.of_card[card + 1 :]:
             assert not seen & other
     assert result.recommendation is not None
+
+
+REFUSED = "nn.BCELoss()(model(batch[0]).sigmoid(), batch[1])"
+OWN_EVALUATION = """
+def evaluate(model):
+    batch = [each.cuda() for each in train_dataset().tensors]
+    return {"val_loss": 1 + nn.BCELoss()(model(batch[0]).sigmoid(), batch[1]).item()}
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [LINEAR.replace("model(batch[0]).square().mean()", REFUSED), LINEAR + OWN_EVALUATION],
+    ids=["loss", "evaluate"],
+)
+def test_a_study_trains_in_fp32_where_autocast_that_nobody_asked_for_is_refused_and_so_it_goes_on(folder, source):
+    (folder / "linear.py").write_text(source)
+
+    def tuned(*more):
+        few = ["workers=1", "confirm=off", *more]
+        return batchtune.tune(folder / "config.yaml", overrides=few, run_folders=folder / "runs")
+
+    with fake_gpu.machine(fake_gpu.Card("4GiB", capability=(8, 6))):
+        begun, whole = tuned("budget.trials=1"), tuned("budget.trials=2")
+        with pytest.raises(UserCodeError, match="unsafe to autocast"):
+            tuned("precision=bf16", "name=asked")
+    told = "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast"
+    for result in (begun, whole):
+        assert f"fp32 and not bf16, since {told}" in result.warnings
+        assert {each.precision for each in result.trials} == {result.recommendation.precision} == {"fp32"}
+    assert (len(begun.trials), len(whole.trials)) == (2, 3)
+    assert whole.probe == begun.probe
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

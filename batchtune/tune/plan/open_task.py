@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from batchtune.config.schema import Config
-from batchtune.errors import DeviceError, UsageError, kind_of
+from batchtune.document import ProbeResult
+from batchtune.errors import DeviceError, HalfPrecisionError, UsageError, fp32_instead, kind_of
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.processes.worker import Worker
@@ -73,6 +74,32 @@ def open_task(worker: Worker, config: Config) -> Opened:
         raise UsageError(config.objective.as_typed(str(error))) from None
     require(config, opened)
     return opened
+
+
+def or_in_fp32(
+    probe: Callable[[Opened], ProbeResult], opened: Opened, config: Config, observer: Observer
+) -> tuple[ProbeResult, Opened]:
+    """What a probe of the task comes to, and the task as that was opened for it.
+
+    In fp32 where the task does not train in a half precision that nobody asked for; the probe's first warning says so.
+    """
+    try:
+        return probe(opened), opened
+    except HalfPrecisionError as error:
+        if config.precision != "auto":
+            raise
+        opened = opened.in_fp32(fp32_instead(opened.precision[0][0], str(error)))
+    ((precision, reason),) = opened.precision
+    observer.note(f"precision {precision}: {reason}")
+    found = probe(opened)
+    return found.model_copy(update={"warnings": [opened.instead, *found.warnings]}), opened
+
+
+def as_probed(opened: Opened, probe: ProbeResult, config: Config) -> Opened:
+    """The task in the precision that it was probed in, which an earlier start or another machine may have found."""
+    if config.precision != "auto" or probe.precision == opened.precision[0][0]:
+        return opened
+    return opened.in_fp32(probe.warnings[0])
 
 
 def grow(pool: WorkerPool, opened: Opened, observer: Observer) -> None:

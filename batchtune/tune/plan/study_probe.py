@@ -42,6 +42,7 @@ def study_probe(
     earlier = [each for each in earlier if each.get("variant") == (variant.name if variant else None)]
     limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
     known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
+    known = [each for each in known if each.outcome != "user_error"]  # whose frames and cause only an attempt tells
     sizes, total, ranks = in_samples(config).batch_size, config.budget.total, config.ranks.of_each
     unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
     options = ProbeOptions(

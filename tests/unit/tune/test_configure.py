@@ -2,17 +2,23 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fakes import opened
 
 import batchtune
 from batchtune.config.load import load_config
 from batchtune.config.options import check_options
+from batchtune.config.schema import Config
+from batchtune.document import ProbeResult
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan import configure as configuring
 from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.plan.open_task import as_probed
+from batchtune.tune.plan.study_probe import study_probe
 
 
 def configure(config, *, save_config=None, **options):
@@ -120,3 +126,24 @@ def test_what_is_saved_goes_on_with_the_same_study():
 def test_a_record_is_not_laid_over():
     with pytest.raises(UsageError, match="a Config is complete"):
         configure(load_config("config.yaml"), batch_size=64)
+
+
+def test_an_attempt_that_raised_before_is_made_again_since_only_a_child_knows_its_frames_and_whether_fp32_helps():
+    config = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 1e-3})
+    kept = {"batch_size": 8, "precision": "fp32", "memory_limit_bytes": 900, "purpose": "search"}
+    earlier = [kept | {"outcome": outcome} for outcome in ("fit", "user_error", "oom")]
+    worker = SimpleNamespace(start=opened)
+    found = study_probe(config, opened(), worker, Observer(), earlier)
+    assert [each.outcome for each in found.attempts] == ["fit", "oom"]
+
+
+@pytest.mark.parametrize("given", ["auto", "bf16"])
+def test_a_study_goes_on_in_the_precision_that_an_earlier_start_or_another_machine_was_left_with(given):
+    config = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 1e-3}, precision=given)
+    here = opened(precision=(("bf16", "asked for"),))
+    probe = ProbeResult(precision="fp32", warnings=["fp32 and not bf16, since no"])
+    found = as_probed(here, probe, config)
+    assert (found.precision[0][0], found.instead) == (
+        ("fp32", "fp32 and not bf16, since no") if given == "auto" else ("bf16", "")
+    )
+    assert as_probed(here, probe.model_copy(update={"precision": "bf16"}), config) == here
