@@ -159,8 +159,7 @@ def estimate_task(
     Raises:
         UsageError: an unknown precision.
         UserCodeError: the task cannot be imported or lacks a piece.
-        DeviceError: this build of torch cannot trace.
-        WorkerDied: the child died.
+        DeviceError: this build of torch cannot trace, or something else has ended the child twice.
     """
     for name in precisions:
         if name not in (*PRECISIONS, "auto"):

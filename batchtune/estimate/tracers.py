@@ -17,11 +17,12 @@ from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import PROGRAM, EstimateMemory, GpuFacts, Refusal, Row, Traced
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.worker import Worker
+from batchtune.processes.worker import Worker, WorkerDied
 
 _DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _PROCESSES = 2  # children that trace at the same time
 _QUICK = 0.5  # of the work done within the time: nothing holds it up
+_AT_WORK = 0.99  # of the work done, at the most, by who is still at it
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
 
 
@@ -60,19 +61,24 @@ def ask_tracers(
         seconds: after which they are ended; the answer is then the reason.
 
     Raises:
-        BatchtuneError: what the first that failed raised; the others are ended.
+        BatchtuneError: what the first that failed raised; the others are ended. A child that dies is the task's fault,
+            unless something else has ended it, twice.
     """
     stopping, workers, started = threading.Event(), list[Worker](), time.monotonic()
     shares = dict.fromkeys(jobs, 0.0)
 
+    def came_to(job: str, share: float) -> None:
+        """What a child says that begins anew with each thing it is asked for, of which there may be more."""
+        shares[job] = max(shares[job], min(share, _AT_WORK))
+
     def work(job: str) -> Answered:
         launcher = LocalLauncher(observer.printed, program=PROGRAM)
-        with Worker(None, launcher, stopping=stopping, progress=partial(shares.__setitem__, job)) as worker:
+        with Worker(None, launcher, stopping=stopping, progress=partial(came_to, job)) as worker:
             workers.append(worker)
             return answer(worker, job)
 
     with ThreadPoolExecutor(max(1, min(_PROCESSES, len(jobs), os.cpu_count() or 1))) as pool:
-        futures = {job: pool.submit(work, job) for job in jobs}
+        futures = {job: pool.submit(_come_of, partial(work, job), f"tracing at {job}", observer) for job in jobs}
         try:
             while (spent := time.monotonic() - started) < seconds:
                 if spent >= _LOOK_SECONDS:
@@ -92,6 +98,17 @@ def ask_tracers(
             raise error
         found[job] = Answered(Refusal(refused=_too_long(seconds, shares[job]))) if error else future.result()
     return found
+
+
+def _come_of(work: Callable[[], Answered], doing: str, observer: Observer, *, is_last: bool = False) -> Answered:
+    """What comes of a child's work, which is done once more where something else has ended the child."""
+    try:
+        return work()
+    except WorkerDied as died:
+        if is_last or not died.from_outside:
+            raise died.said_of(doing) from None
+        observer.note(f"{doing} is tried again: {died}")
+    return _come_of(work, doing, observer, is_last=True)
 
 
 def _too_long(seconds: float, share: float) -> str:

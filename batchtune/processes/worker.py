@@ -39,6 +39,12 @@ class WorkerDied(BatchtuneError):
         self.outcome: DiedOf = outcome
         self.rank, self.from_outside = rank, from_outside
 
+    def said_of(self, doing: str) -> BatchtuneError:
+        """What a user is told where their task's child has died of that for good: of a signal from outside, twice."""
+        if self.from_outside:
+            return DeviceError(f"{doing} was ended twice by something else: {self}; {_LET_LIVE}")
+        return UserCodeError(f"{doing} ended in {self.outcome}: {self}")
+
 
 class NodeLost(BatchtuneError):
     """The place where a child trained is gone: nothing that its work is to blame for, unless it happens over again.
@@ -124,10 +130,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 slow.start()
             self.opened = self._ask(self.settings.but(again=again), START_TIMEOUT_SECONDS, None) or self.opened
         except WorkerDied as died:
-            if not died.from_outside:
-                raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
-            if is_last:
-                raise DeviceError(f"{doing} was ended twice by something else: {died}; {_LET_LIVE}") from None
+            if is_last or not died.from_outside:
+                raise died.said_of(doing) from None
             self._note(f"{doing} is tried again: {died}")
         finally:
             slow.cancel()
