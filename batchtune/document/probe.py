@@ -216,6 +216,9 @@ class LengthPoint(Record):
 
     length: Length
     max_batch_size: Size
+    verified_in_fresh_process: bool | None = Field(
+        default=None, description="With all other lengths; false: the probe ended before, and it trained alone so far."
+    )
     first_failing_batch_size: Size | None = None
     limited_by: LimitedBy | None = None
     peak_allocated_bytes: Count | None = None

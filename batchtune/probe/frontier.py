@@ -208,16 +208,24 @@ def length_points(
     `limited_by` says it of a largest fit and the failure above it; `checked` are the batches that passed the final
     check of all lengths.
     """
-    points = []
+    points, checked = [], checked or {}
     for length, attempts in tried.items():
-        low = (checked or {}).get(length, bracket(attempts)[0])
+        low = checked.get(length, bracket(attempts)[0])
         if low:
             best = {each.batch_size: each for each in attempts}[low]
             failed = next(iter(failures_above(low, attempts)), None)
-            known = {name: getattr(best, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
-            ended = limited_by(low, failed) or "memory"
-            point = LengthPoint(length=length, max_batch_size=low, limited_by=ended, attempts=list(attempts), **known)
-            points.append(point.model_copy(update={"first_failing_batch_size": failed.batch_size if failed else None}))
+            points.append(
+                LengthPoint(
+                    length=length,
+                    max_batch_size=low,
+                    verified_in_fresh_process=length in checked,
+                    first_failing_batch_size=failed.batch_size if failed else None,
+                    limited_by=limited_by(low, failed) or "memory",
+                    peak_allocated_bytes=best.peak_allocated_bytes,
+                    peak_reserved_bytes=best.peak_reserved_bytes,
+                    attempts=list(attempts),
+                )
+            )
     return tuple(points[::-1])
 
 

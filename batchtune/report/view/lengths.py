@@ -15,6 +15,8 @@ from batchtune.report.view.words import estimated
 from batchtune.units import LEAST_PEAK
 from batchtune.vocabulary import covers, length_text, order
 
+_ALONE = "fits alone, not checked"  # with the other lengths, on which its memory depends
+
 
 def has_lengths(result: Document) -> bool:
     """Whether the largest batch of more than one length was measured."""
@@ -103,7 +105,7 @@ def lengths_table(probe: ProbeResult) -> Table:
     peaks, limit = [point.peak_reserved_bytes for point in points], probe.memory_limit_bytes
     columns = [
         _length_column([point.length for point in points]),
-        counts("largest batch", [point.max_batch_size for point in points]),
+        counts(_ALONE if probe.lacks_length_check else "largest batch", [each.max_batch_size for each in points]),
         counts("fails at", [point.first_failing_batch_size for point in points], spare=1),
         byte_sizes("peak", peaks, least=LEAST_PEAK, spare=3),
         shares("of limit", [peak / limit if peak and limit else None for peak in peaks], digits=1, spare=4),
@@ -112,7 +114,8 @@ def lengths_table(probe: ProbeResult) -> Table:
         counts("attempts", [len(point.attempts) for point in points], spare=5),
         counts("out of memory", [sum(a.outcome == "oom" for a in point.attempts) for point in points], detail=True),
     ]
-    return Table(f"largest batch of each length at {probe.precision}", columns, summary=True)
+    so_far = ", not checked together yet" if probe.lacks_length_check else ""
+    return Table(f"largest batch of each length at {probe.precision}{so_far}", columns, summary=True)
 
 
 def _token_speeds(points: Sequence[LengthPoint], speeds: Sequence[float | None]) -> list[Column]:
@@ -197,12 +200,13 @@ def lengths_plot(probes: Sequence[ProbeResult]) -> Plot | None:
     """The largest batch against length: what fitted, and what failed above it."""
     series = []
     probes = [probe for probe in probes if len(probe.lengths) > 1]
-    sides: list[tuple[Mark, str, str, str]] = [
-        ("fit", "largest batch", "max_batch_size", "trains"),
-        ("oom", "fails", "first_failing_batch_size", "fails"),
-    ]
     for group, probe in enumerate(probes):
         name = f"{probe.precision} " if len(probes) > 1 else ""
+        fits, trains = (_ALONE, "fitted alone") if probe.lacks_length_check else ("largest batch", "trains")
+        sides: list[tuple[Mark, str, str, str]] = [
+            ("fit", fits, "max_batch_size", trains),
+            ("oom", "fails", "first_failing_batch_size", "fails"),
+        ]
         for mark, meaning, key, verb in sides:
             shown = [(each, batch) for each in probe.lengths if (batch := getattr(each, key)) is not None]
             hover = [

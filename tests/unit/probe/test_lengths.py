@@ -244,6 +244,9 @@ class TestTheFinalCheck:
         points = {each.length: each for each in length_points(tried, lambda *_: "memory", sizes)}
         assert 190 < points[128].first_failing_batch_size <= 200
         assert (points[512].max_batch_size, points[512].first_failing_batch_size) == (sizes[512], None)
+        assert [each.verified_in_fresh_process for each in points.values()] == [True, True]
+        before = length_points(tried, lambda *_: "memory")
+        assert [each.verified_in_fresh_process for each in before] == [False, False]
 
     def test_of_one_order_which_takes_long_a_share_near_the_end_is_the_answer(self):
         tried, checked = {512: [fit(512, 400)], 128: [fit(128, 3000)]}, []

@@ -118,6 +118,9 @@ def test_what_was_not_checked_together_is_told_and_exported_to_nobody(probed):
     assert told["all lengths"].startswith("not checked together yet")
     assert "length_batches" not in pytorch(result)
     assert "gain" not in told
+    (table,) = next(each for each in view_of(result).sections if each.title == "Lengths").tables
+    assert "not checked together yet" in table.title
+    assert table.columns[1].name == plots_of(result)["lengths"].series[0].name == "fits alone, not checked"
     with pytest.raises(UsageError, match="ended before its lengths were checked together"):
         EXPORTS["lhotse"].text(result)
     with pytest.raises(UsageError, match="ended before its lengths were checked together"):
