@@ -29,6 +29,7 @@ IN_TURN_ROUNDS = 100  # in which steps are timed: the quieter half of them count
 IN_TURN_SHARE, LEAST_IN_TURN, MOST_IN_TURN = 0.02, 2.0, 30.0  # of budget.total, and seconds
 FINALISTS = "finalists"  # attribute of the study: what was chosen last, from what, and whether any of it was new
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
+_Run = tuple[dict[str, Value], int]  # parameters and a fresh seed
 
 
 class Confirmation:
@@ -64,6 +65,7 @@ class Confirmation:
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
         fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
         missing = [(params, seed) for seed in fresh for params in planned if (params, seed) not in done]
+        missing = self._with_baseline_first(missing, planned)
         at_once = len(parts.pool)
         while missing:
             if parts.budget.seconds_left() <= 0:
@@ -76,6 +78,19 @@ class Confirmation:
             missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
         return True
+
+    def _with_baseline_first(self, missing: list[_Run], planned: list[dict[str, Value]]) -> list[_Run]:
+        """Where the baseline lacks results that contenders have, it catches up with the one that has the most.
+
+        Nothing compares the two until then, however often others run. In a round that was interrupted it is the last.
+        """
+        parts, baseline = self._parts, self._parts.space.baseline
+        told = [trial for trial in parts.history.records() if trial.tells_of_fresh_seed]
+        ran = [parts.space.of(trial) for trial in told if trial.outcome not in WORTHLESS]
+        ours, *theirs = ran.count(baseline), *(ran.count(params) for params in planned if params != baseline)
+        is_behind = ours < max(min(theirs, default=0), max(theirs, default=0) - 1)
+        first = [each for each in missing if is_behind and each[0] == baseline][: max(theirs, default=0) - ours]
+        return first + [each for each in missing if each not in first]
 
     def _narrow(self, planned: list[dict[str, Value]]) -> list[dict[str, Value]]:
         """The baseline and as many contenders as are confirmed: the best by all runs, those that got there before."""
@@ -92,9 +107,7 @@ class Confirmation:
         needed = sum((self._seconds(params) or 0.0) * (seeds - ran.count(params)) for params in planned)
         return needed / len(parts.pool) <= parts.budget.seconds_left()
 
-    def _affordable(
-        self, missing: list[tuple[dict[str, Value], int]], planned: list[dict[str, Value]]
-    ) -> list[tuple[dict[str, Value], int]]:
+    def _affordable(self, missing: list[_Run], planned: list[dict[str, Value]]) -> list[_Run]:
         """What there is time for: where it is too little for all, the best contender goes on alone.
 
         It is then compared with the baseline on all seeds, in place of several contenders on too few. What runs take

@@ -1195,6 +1195,27 @@ def test_a_choice_by_the_first_fresh_seed_that_was_interrupted_goes_on_as_it_was
     assert resumed.recommendation() == whole.recommendation()
 
 
+class OnceUnlucky(law.LawWorker):
+    """The baseline diverges on the second fresh seed."""
+
+    def train(self, *, on_event, **spec):
+        if spec["learning_rate"] != 1e-3 or spec["seed"] != 1_000_004:
+            return super().train(on_event=on_event, **spec)
+        on_event({"seconds": 0.0, "samples": 0, "value": 2.0})
+        return {"outcome": "diverged"}
+
+
+def test_a_baseline_that_lacks_a_result_which_contenders_have_goes_before_their_further_seeds(tmp_path):
+    keys = {"budget": Budget(run=120.0, total=3600.0, trials=6)}
+    tuned = study(tmp_path, OnceUnlucky(noise=0.05), confirm=Confirm(seeds=3, top=2), **keys)
+    tuned.run()
+    seeds = tuned.recommendation()[0].seeds_to_confirm
+    assert seeds == 4
+    more = OnceUnlucky(noise=0.05)
+    study(tmp_path, more, confirm=Confirm(seeds=seeds, top=2), **keys).run()
+    assert [spec["learning_rate"] == 1e-3 for spec in more.specs] == [True, False, False]
+
+
 def test_who_sets_the_number_of_seeds_has_so_many(tmp_path):
     counts, found = fresh_seeds(tmp_path / "set", Confirm(seeds=3, top=2))
     assert counts == {3}
