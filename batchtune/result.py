@@ -99,6 +99,14 @@ class Result(Document):
             raise UsageError(f"plot_{name}() draws with plotly: pip install 'batchtune-cli[plots]'") from None
         return draw(plot)
 
+    def __repr__(self) -> str:
+        """What it is of and what it comes to, in one line; the whole document is `to_json()`, or `model_dump()`."""
+        from batchtune.report.view.read import in_short
+
+        return f"<Result: {in_short(self)}>"
+
+    __str__ = __repr__
+
     def __rich__(self) -> object:
         from batchtune.report.terminal import render
 

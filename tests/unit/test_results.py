@@ -66,6 +66,22 @@ def test_the_document_reads_back_the_same(document, tmp_path):
     assert load_result(tmp_path) == document
 
 
+def test_a_result_is_one_line_with_its_answer_where_python_prints_it(document):
+    shown = repr(document)
+    assert shown == str(document)
+    assert "\n" not in shown
+    assert len(shown) <= len("<Result: >") + 200
+    assert shown.startswith(f"<Result: {document.kind} of {document.name}, "[:200])
+
+
+def test_that_line_has_what_to_choose_or_why_there_is_nothing():
+    told = "3× as fast as today (2.7 to 3.3 over 1 fresh seed); batch size 128; learning rate 0.004; precision bf16"
+    assert repr(documents.result("tune")) == f"<Result: tune of digits, complete: {told}>"
+    assert "176 is the largest micro-batch size that trains" in repr(documents.result("probe"))
+    nothing = Result(kind="probe", status="failed", task=TASK, error=Failure(exit_code=3, message="it\nraised"))
+    assert repr(nothing) == "<Result: probe of model.py, failed: it raised>"
+
+
 def test_the_document_names_its_schema_and_version():
     head = json.loads(Result(kind="probe", status="complete", task=TASK).to_json())
     assert (head["schema"], head["kind"], head["status"]) == ("batchtune.result/1", "probe", "complete")

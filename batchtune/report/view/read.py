@@ -25,6 +25,8 @@ _KEYS = {
     "--margin": "memory.margin",
     "--device": "device",
 }
+_CHOSEN = {"batch size", "learning rate", "precision"}  # of all that is to be chosen, in one line
+_LONGEST_LINE = 200
 _PLOTS: dict[str, Callable[[Document], Plot | None]] = {
     "estimates": estimate.largest_plot,
     "efficiency": estimate.efficiency_plot,
@@ -76,6 +78,16 @@ def view_of(result: Document) -> View:
         environment=_environment(result),
         version=result.batchtune_version,
     )
+
+
+def in_short(result: Document) -> str:
+    """What a result is of and what it comes to, in one line."""
+    headline, problem = _headline(result), result.error.message if result.error else ""
+    told = f"{headline.figure} {headline.words}" if headline else problem or "nothing was measured yet"
+    choice = [f"{each.name} {each.text}" for each in (headline.choice if headline else ()) if each.name in _CHOSEN]
+    line = f"{result.kind} of {result.name or result.task.path}, {result.status}: {'; '.join([told, *choice])}"
+    line = " ".join(line.split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 1]}…"
 
 
 def _is_of_several(result: Document) -> bool:
