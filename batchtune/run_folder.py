@@ -23,7 +23,7 @@ from batchtune.result import ROOT, kept_value, load_result
 SHOWN_EVERY_SECONDS = 5
 """Between two pages of a run that goes on."""
 THE_CODE = "the task's code"
-"""What the hash of the task's file is called among what must not change."""
+"""What the hashes of the task's file are called among what must not change; earlier versions have kept the first."""
 _SHOWING_SHARE = 0.005  # of the time a processor may work on them
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 _ASIDE = ".earlier"
@@ -124,7 +124,7 @@ class RunFolder:
                 f"{file} is damaged, so that what was measured here cannot be told; start over with --fresh"
             )
         before, now = known or {}, json.loads(json.dumps(identity))
-        changed = [key for key in now if key in before and before[key] != now[key]]
+        changed = [key for key in now if key in before and differs(key, before[key], now[key])]
         if changed:
             key, remedy = changed[0], "Use --fresh to start over, or another 'name' to keep both"
             what = f"measured with {key} = {_shown(before[key])}, now {_shown(now[key])}"
@@ -208,6 +208,14 @@ class RunFolder:
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
             with contextlib.suppress(OSError):
                 (self.path / "report.html").unlink(missing_ok=True)
+
+
+def differs(key: str, before: object, now: object) -> bool:
+    """Whether what must not change has changed; code has not where one of its hashes is what it was."""
+    if key != THE_CODE:
+        return before != now
+    known, own = ({*each} if isinstance(each, list) else {each} for each in (before, now))
+    return not known & own
 
 
 def _taken(path: Path) -> IO[str]:

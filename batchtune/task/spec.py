@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
+import warnings
 from pathlib import Path
 
 from batchtune.errors import UsageError, kind_of
@@ -11,6 +13,7 @@ from batchtune.errors import UsageError, kind_of
 TEMPLATE = "batchtune_task.py"  # what `batchtune init` writes: a name that hides no module of the user's
 _FILES = (TEMPLATE, "model.py")  # that a folder may stand for
 _YAML = {".yaml", ".yml"}
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def spec_of(task: object) -> str:
@@ -77,3 +80,23 @@ def file_hash(spec: str) -> str | None:
         return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None
     except OSError as error:
         raise UsageError(f"{place}: cannot be read: {error.strerror}") from None
+
+
+def code_hashes(spec: str) -> list[str] | None:
+    """By which a task's code is known again: of its file, and of what that says without comments and docstrings.
+
+    None for a module that is found by name; UsageError if the file cannot be read.
+    """
+    place, whole = split_spec(spec)[0], file_hash(spec)
+    if whole is None:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # whoever imports it hears them
+            tree = ast.parse(Path(place).read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        said = ast.dump(tree).encode("utf-8", "surrogatepass")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import tells
+        return [whole]
+    return [whole, hashlib.sha256(said).hexdigest()]

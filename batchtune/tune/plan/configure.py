@@ -18,7 +18,7 @@ from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.result import Result, find_run, load_result
 from batchtune.run_folder import THE_CODE, RunFolder, write_atomically
-from batchtune.task.spec import file_hash, names_task, spec_of, task_name
+from batchtune.task.spec import code_hashes, file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
 
 _FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
@@ -134,7 +134,7 @@ def _as_file(config: Config, told: Sequence[str]) -> str:
 
 def identity_of(config: Config) -> dict[str, object]:
     """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, object] = {"task": config.task, THE_CODE: file_hash(config.task)}
+    flat: dict[str, object] = {"task": config.task, THE_CODE: code_hashes(config.task)}
     for key, value in config.model_dump(mode="json").items():
         if key == "budget":
             flat["budget.run"] = value["run"]

@@ -25,7 +25,7 @@ from batchtune.config.schema import Config
 from batchtune.document import Document, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Json
-from batchtune.run_folder import THE_CODE, cut_to_whole_lines
+from batchtune.run_folder import THE_CODE, cut_to_whole_lines, differs
 from batchtune.tune.optuna_parts.storages import Journal, open_database
 from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.study.history import StudyHistory
@@ -143,7 +143,7 @@ class Agreement:
     def _taken(self, found: Json) -> tuple[ProbeResult, Prior]:
         theirs = found["identity"]
         for key, value in self._identity.items():
-            if key in theirs and theirs[key] != value:
+            if key in theirs and differs(key, theirs[key], value):
                 what = f"{key} = {theirs[key]}, here it is {value}"
                 if key == THE_CODE:
                     what = f"other code than {self._config.task} has now"

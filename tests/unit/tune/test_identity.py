@@ -1,8 +1,13 @@
 """What must not change under a study while it goes on."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from batchtune.config.schema import Config
+from batchtune.errors import UsageError
+from batchtune.run_folder import THE_CODE, RunFolder
+from batchtune.task.spec import code_hashes
 from batchtune.tune.plan.configure import identity_of
 
 
@@ -33,6 +38,34 @@ def changed(before, now):
 )
 def test_what_gives_a_measurement_its_meaning_is_in_it(identity, sections, key):
     assert changed(identity(), identity(**sections)) == {key}
+
+
+@pytest.mark.parametrize("kept", ["both hashes", "that of the file, as earlier versions did"])
+@pytest.mark.parametrize(
+    ("text", "is_same"),
+    [
+        ("x = 1\n", True),
+        ('"""What it is."""\n\nx = 1  # one\n', None),  # as the file's hash alone cannot tell
+        ("x = 2\n", False),
+        ("x = 1 +\n", False),
+    ],
+)
+def test_a_comment_or_a_docstring_makes_no_other_study_of_it(tmp_path, identity, kept, text, is_same):
+    before, folder = identity(), RunFolder("study", tmp_path)
+    folder.path.mkdir()
+    folder.keep_identity(before if kept == "both hashes" else before | {THE_CODE: before[THE_CODE][0]})
+    (tmp_path / "model.py").write_text(text)
+    refused = nullcontext() if is_same or (is_same is None and kept == "both hashes") else pytest.raises(UsageError)
+    with refused:
+        folder.check_identity(identity())
+
+
+def test_code_that_does_another_thing_is_another(tmp_path):
+    file, seen = tmp_path / "model.py", set()
+    for text in ('def f():\n    "a"\n    return 1\n', 'def f():\n    "b"\n    return 1\n', "def f():\n    return 2\n"):
+        file.write_text(text)
+        seen.add(code_hashes(str(file))[1])
+    assert len(seen) == 2
 
 
 def test_more_of_the_same_may_be_measured(identity):
