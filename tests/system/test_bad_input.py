@@ -199,7 +199,7 @@ PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throu
 def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key, dry):
     tuned.copy_to(quick_cli)
     if not change:
-        quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + "# changed\n")
+        quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + "changed = True\n")
     before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
     answer = quick_cli("tune", "config.yaml", *change, *dry)
     assert answer.code == 2
