@@ -18,7 +18,7 @@ from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.study.limits import CAP_FACTOR, CONFIRM_SHARE, LOST_FACTOR, Limits
 from batchtune.tune.study.storage import Machines, open_study
 from batchtune.tune.study.targets import Targets
-from batchtune.tune.verdict.scores import cost_of
+from batchtune.tune.verdict.scores import SECONDS, cost_of
 from batchtune.units import counted, duration
 
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
@@ -160,17 +160,30 @@ class StudyBudget:
         runs = max(0, self._at_once * int((left - self._baseline_first() - self.reserve()) / each))
         most = "" if self._history.best_seconds() else "up to "  # until one has got there, each may take all
         told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {most}{duration(each)}"
-        if runs >= FEWEST_RUNS:
+        if runs + self._searched() >= FEWEST_RUNS:
             return told
         unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"
-        return f"{told}: too little for a search{unless}; budget.total={self.enough()} should be enough"
+        is_known = self._history.best_seconds() or (self._is_told and not self.is_open)
+        enough = f"budget.total={self.enough()} should be enough" if is_known else self._at_least()
+        return f"{told}: too little for a search{unless}; {enough}"
+
+    def _at_least(self) -> str:
+        """What there is to say of a budget.total before a run has shown how long one takes, with its evaluations.
+
+        As long as a baseline may train for a share of budget.total, it trains longer in a larger one.
+        """
+        return f"the first run shows what is enough, budget.total={self.enough()} at the least"
+
+    def _searched(self) -> int:
+        """Runs of the search that need not be done again."""
+        return len(self._history.finished("search"))
 
     def enough(self) -> str:
         """A budget.total that has room for a search, as people write it."""
         return f"{math.ceil(self._enough() / 60)}m"
 
     def _enough(self) -> float:
-        searching = math.ceil(FAIR_RUNS / self._at_once) * self._run_seconds()
+        searching = math.ceil(max(0, FAIR_RUNS - self._searched()) / self._at_once) * self._run_seconds()
         confirming, first = self._needed(self._config.confirm.seeds), self._baseline_first()
         one_by_one = self.total - self.seconds_left() + first + searching + confirming
         return float(math.ceil(max(one_by_one, self._before_search() + first + confirming / MOST_RESERVED)))
@@ -201,7 +214,8 @@ class StudyBudget:
         """What of the configuration to change for so many fresh seeds to run, as on the command line."""
         total, seeds = self.total, max(seeds, self._config.confirm.seeds)
         needed = self._needed(seeds)
-        enough = math.ceil(max(total - self.seconds_left() + needed, needed / MOST_RESERVED))
+        reserved = self._before_search() + self._baseline_first() + needed / MOST_RESERVED  # see `reserve`
+        enough = math.ceil(max(total - self.seconds_left() + needed, reserved))
         is_known = enough <= total == self._config.budget.total
         return f"confirm.seeds={seeds}" + ("" if is_known else f" budget.total={max(enough, math.ceil(total))}s")
 
@@ -209,14 +223,21 @@ class StudyBudget:
         """Seconds for the confirmation and one more run of the search, with what runs take besides training."""
         config, longest = self._config, self.longest
         best = self._history.best_seconds() or longest
-        one_baseline = min(max(LOST_FACTOR * best, CONFIRM_SHARE * config.budget.run), longest)
+        one_baseline = min(max(LOST_FACTOR * best, CONFIRM_SHARE * config.budget.run), self._baseline_seconds())
         contenders = (seeds - 1) * config.confirm.top + self._most_contenders()
         needed = 1.2 * (seeds * one_baseline + contenders * best) + CAP_FACTOR * best
         runs = seeds + contenders + (not self._history.finished("baseline")) + 1
-        needed += math.ceil(runs / self._at_once) * self._history.seconds_beside_training()
+        beside = self._history.seconds_beside_training()
+        more = max(0.0, self._history.seconds_beside_training("baseline") - beside)  # it is evaluated for longer
+        needed += math.ceil(runs / self._at_once) * beside + math.ceil(seeds / self._at_once) * more
         if not self._sets_target and not self._history.finished("baseline"):
             needed += longest
         return needed
+
+    def _baseline_seconds(self) -> float:
+        """What the baseline trains on a fresh seed: as long as it did before, which no larger `total` makes longer."""
+        ran = [cost for _, cost in self._history.costs("baseline")] if self._cost is SECONDS else []
+        return max(ran, default=self.longest)
 
     def _most_contenders(self) -> int:
         """On the first fresh seed: more than are confirmed where that can tell between them."""

@@ -104,10 +104,15 @@ class StudyHistory:
         """Whether a run has come to its end, of whatever kind."""
         return any("wall_seconds" in trial.user_attrs for trial in self._trials())
 
-    def seconds_beside_training(self) -> float:
-        """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
-        ran = [trial.user_attrs for trial in self._trials() if trial.state.is_finished()]
-        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in ran if "wall_seconds" in run]
+    def seconds_beside_training(self, role: Role | None = None) -> float:
+        """What a run (of one role) takes besides training: evaluation above all; the median, 0 where nothing has run.
+
+        Of runs that reached the target, where there are any: others end sooner, and are evaluated less often.
+        """
+        ran = [trial.user_attrs for trial in self._trials(role) if trial.state.is_finished()]
+        ran = [run for run in ran if "wall_seconds" in run]
+        whole = [run for run in ran if self._cost and run.get(self._cost.attribute) is not None]
+        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in whole or ran]
         return max(0.0, statistics.median(beside)) if beside else 0.0
 
     def finished(self, role: Role) -> list[FrozenTrial]:

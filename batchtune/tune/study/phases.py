@@ -139,7 +139,7 @@ class TuneStudy:
             parts.observer.stage("baseline")
             self.trials.add_baseline()
             self.trials.drain(awaited="baseline")
-        parts.targets.check()
+        parts.targets.check(parts.budget.enough())
         if not has_run and not parts.has_searched:
             parts.tell_budget()
 

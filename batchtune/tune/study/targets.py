@@ -58,8 +58,8 @@ class Targets:
             kept = (value, f"{reason}, where it diverged after {seconds:.3g} s", seconds) if diverged else found
             self._study.set_user_attr("target", kept)
 
-    def check(self) -> None:
-        """Refuses a study in which nothing could be compared.
+    def check(self, enough: str) -> None:
+        """Refuses a study in which nothing could be compared; `enough` is a budget.total to search in.
 
         Raises:
             NothingFitsError: the baseline could not be trained, or did not improve.
@@ -71,7 +71,9 @@ class Targets:
             total = f"budget.total ({self._config.budget.total:g} s)"
             known = "reached the target, as had no other run" if self._counted else "run to its end"
             shown = "shown a target" if self.is_automatic else known
-            raise NothingFitsError(f"{total} was used up before the baseline had {shown}; raise it")
+            raise NothingFitsError(
+                f"{total} was used up before the baseline had {shown}; start again with budget.total={enough}"
+            )
         if self._counted and not has_best and not history.finished("baseline"):
             failed = [trial for trial in history.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"

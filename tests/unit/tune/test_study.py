@@ -22,6 +22,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.messages import pace_kind
 from batchtune.tune.plan.space import Space
+from batchtune.tune.study import trials as trials_of_study
 from batchtune.tune.study.confirmation import Confirmation
 from batchtune.tune.study.history import StudyHistory, curve_attribute
 from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR, Limits
@@ -733,6 +734,59 @@ def test_where_time_runs_short_the_best_contender_is_confirmed_alone(tmp_path, m
     assert found.seeds_to_confirm is None
     assert found.speedup_over_baseline.low > 1
     assert base.global_batch_size == 16
+
+
+class Evaluated(Timed):
+    """So does each evaluation."""
+
+    def train(self, *, on_event, **spec):
+        began = self.now
+        looks = itertools.count(1)
+
+        def told(point):
+            self.now = began + point.seconds + 0.3 * next(looks)
+            return on_event(point)
+
+        return law.LawWorker.train(self, on_event=told, **spec)
+
+
+@pytest.fixture
+def by_its_clock(monkeypatch):
+    """Runs a study, budget.run open, on the law five times as slow; its clock is what all of it goes by."""
+    monkeypatch.setattr(law, "ALPHA", 5 * law.ALPHA)
+    monkeypatch.setattr(law, "BETA", 5 * law.BETA)
+    took = "wall_seconds"
+    spent = lambda self, role=None: sum(each.user_attrs.get(took, 0.0) for each in self._trials(role))  # noqa: E731
+    monkeypatch.setattr(StudyHistory, "wall_seconds", spent)
+
+    def run(folder, total, confirm):
+        worker, told = Evaluated(noise=0.5), []
+        clock = SimpleNamespace(perf_counter=lambda: worker.now)
+        monkeypatch.setattr(trials_of_study, "time", clock)
+        changes = {"budget": Budget(total=total), "confirm": confirm}
+        tuned = study(folder, worker, clock=clock.perf_counter, **changes)
+        monkeypatch.setattr(tuned.parts.observer, "announce", told.append)
+        tuned.run()
+        return tuned, told
+
+    return run
+
+
+@pytest.mark.parametrize("total", [30.0, 60.0])
+def test_what_is_told_to_confirm_a_study_whose_time_was_short_is_enough_though_it_searches_on(
+    tmp_path, by_its_clock, total
+):
+    brief, told = by_its_clock(tmp_path, total, Confirm())
+    assert "the first run shows what is enough, budget.total=" in told[1]
+    assert told[2].endswith(" should be enough")
+    seeds = brief.recommendation()[0].seeds_to_confirm
+    changes = dict(each.split("=") for each in brief.parts.budget.to_confirm(seeds).split())
+    enough, seeds = float(changes["budget.total"].removesuffix("s")), int(changes["confirm.seeds"])
+    more, told = by_its_clock(tmp_path, enough, Confirm(seeds=seeds))
+    assert more.recommendation()[0].seeds_to_confirm is None
+    assert more.parts.budget.seconds_left() < 0.5 * enough
+    _, told = by_its_clock(tmp_path, enough + 60, Confirm(seeds=seeds))
+    assert not any("too little for a search" in each for each in told)  # which has been, by then
 
 
 def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path):
