@@ -51,10 +51,12 @@ class Task(TaskOptimizers):
     Attributes:
         is_for_inference: only forward passes are asked of it.
         activation_checkpointing: of models for which nothing else is asked; None: as the user's code has it.
+        differentiates: evaluation was seen to take gradients of its own, as of a differential equation's residual.
     """
 
     is_for_inference: bool = field(default=False, init=False)
     activation_checkpointing: bool | None = field(default=None, init=False)
+    differentiates: bool = field(default=False, init=False)
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
 
