@@ -211,7 +211,7 @@ class Task(TaskOptimizers):
 
     def _number(self, value: Any, what: str) -> float:
         try:
-            return float(value)
+            return float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError):
             raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
