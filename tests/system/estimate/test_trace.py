@@ -109,6 +109,38 @@ def test_weights_that_a_model_solves_for_when_it_is_made_are_traced(ask):
     assert detail["parameters_bytes"] == 8 * 16 * 4 * 4
 
 
+def test_metrics_of_the_training_step_are_on_the_device_and_look_at_no_values(ask):
+    pytest.importorskip("torchmetrics")
+    measured = """
+    class Measured(nn.Module):
+        def __init__(self):
+            from torchmetrics import Accuracy, MeanMetric
+
+            super().__init__()
+            self.net = nn.Linear(16, 4)
+            self.mean, self.accuracy = MeanMetric(), Accuracy(task="multiclass", num_classes=4)
+
+        def forward(self, x):
+            return self.net(x)
+
+    def build_model():
+        return Measured()
+
+    def make_batch(size):
+        return torch.randn(size, 16), torch.randint(4, (size,))
+
+    def compute_loss(model, batch):
+        scores = model(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        model.mean(loss)
+        model.accuracy(scores.argmax(1), batch[1])
+        return loss
+    """
+    answer = ask(measured, memory_limit=200 << 20)
+    assert "refused" not in answer
+    assert answer["gpus"][0]["max_batch_size"] > 0
+
+
 def test_sgd_keeps_no_states(ask):
     source = MLP + "\n    def build_optimizer(model, lr):\n        return torch.optim.SGD(model.parameters(), lr=lr)\n"
     detail = ask(source, memory_limit=200 << 20)["details"][0]
