@@ -188,7 +188,7 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: object, precisi
         trainer = (Inference if task.is_for_inference else Trainer)(task, device, precision)
         roles = _Roles(recorder)
         for metric in [each for each in trainer.model.modules() if getattr(each, "validate_args", None) is True]:
-            metric.validate_args = False  # torchmetrics' look at values, of which there are none
+            vars(metric).update(validate_args=False)  # torchmetrics' look at values, of which there are none
         trace.units = unit_bytes(trainer.model)
         if task.is_for_inference and any(isinstance(each, _WITH_FAST_PATH) for each in trainer.model.modules()):
             trace.notes.append(_FAST_PATH)
