@@ -215,6 +215,10 @@ def tune(  # noqa: D417 - takes_options adds them
     target: options.Solved = None,
     ranks: options.RanksOfRuns = None,
     strategy: options.StrategyOfRuns = None,
+    workers: options.Workers = None,
+    storage: options.StorageOfRuns = None,
+    executor: options.Executor = None,
+    ray_address: options.RayAddress = None,
     warm_start: options.WarmStart = None,
     save_config: options.SaveConfig = None,
     overrides: Sequence[str] = (),
@@ -243,6 +247,7 @@ def tune(  # noqa: D417 - takes_options adds them
 
     given: dict[str, object] = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target}
     given |= {"ranks": ranks, "strategy": strategy, "overrides": overrides}
+    given |= {"workers": workers, "storage": storage, "executor": executor, "ray_address": ray_address}
     told, root = observer or usual_observer(), Path(checks.text("run_folders", run_folders))
     return configure_and_run(config, given, save_config, fresh=fresh, observer=told, root=root, warm_start=warm_start)
 

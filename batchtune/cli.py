@@ -37,7 +37,6 @@ app = typer.Typer(
 
 
 Origin = Literal["pytorch", "lightning", "transformers"]
-Executor = Literal["local", "ray"]
 Schema = Literal["config", "result"]
 _TEMPLATES: dict[Origin, str] = {  # what follows the file's name
     "pytorch": "",
@@ -145,18 +144,6 @@ def tune(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the study.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Runs at once, each on a device of its own.")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
-    ] = None,
-    executor: Annotated[
-        Executor | None, typer.Option(help="Where runs train: on this machine, or on a Ray cluster.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A running Ray cluster, e.g. auto or ray://head:10001.")
-    ] = None,
     open_page: Open = False,
     **options: Any,
 ) -> None:
@@ -175,9 +162,7 @@ def tune(
 
     began = time.perf_counter()  # budget.total counts from the first look at the task on
     check_options(api.tune, options)
-    given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
-    extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
-    options["overrides"] = [*extra, *(overrides or [])]
+    options["overrides"] = overrides
     warm_start = options.pop("warm_start")
     with session.observer() as observer:
         loaded = configure.configure(config, options, observer, options.pop("save_config"))

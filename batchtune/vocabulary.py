@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 Strategy = Literal["ddp", "fsdp"]  # of several ranks: each holds the model, or a shard of it
+Executor = Literal["local", "ray"]  # of runs: where they train, here or on a Ray cluster
 Goal = Literal["minimize", "maximize"]  # of the metric
 Kind = Literal["time_to_target", "energy_to_target", "best_metric"]  # of the objective
 Purpose = Literal["probe", "tune", "inference"]  # of a child: what the task is to do in it

@@ -10,11 +10,11 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterable
-from typing import TypeGuard, get_args
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeGuard, get_args
 
 from batchtune.errors import UsageError, kind_of
-from batchtune.vocabulary import AskedLengths, Length, Precision, Strategy, dimensions, length_text, order
+from batchtune.vocabulary import AskedLengths, Executor, Length, Precision, Strategy, dimensions, length_text, order
 
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -26,6 +26,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 TOO_FEW_BYTES, TOO_MANY_BYTES = 2**20, 2**60
 PRECISIONS: tuple[str, ...] = ("auto", *get_args(Precision), "all")
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
+EXECUTORS: tuple[str, ...] = get_args(Executor)
 SOLVED = re.compile(r"\s*([^\s<>=]+)\s*([<>])=?\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
 """A metric, whether it must come below or above, and what."""
 MOST_LENGTHS = 64
@@ -188,11 +189,28 @@ def one_or_several(flag: str, value: object) -> tuple[str, ...]:
     return tuple(text(flag, each) for each in given)
 
 
-def strategy(flag: str, value: object) -> str:
-    """How ranks share the work."""
-    if value not in STRATEGIES:
-        raise UsageError(f"{flag} {value}: unknown; use {' or '.join(STRATEGIES)}")
-    return str(value)
+def one_of(choices: tuple[str, ...]) -> Callable[[str, object], str]:
+    """A check for one of these words."""
+
+    def check(flag: str, value: object) -> str:
+        if value not in choices:
+            raise UsageError(f"{flag} {value}: unknown; use {' or '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+strategy, executor = one_of(STRATEGIES), one_of(EXECUTORS)
+
+
+def workers(flag: str, value: object) -> int | Literal["auto"]:
+    """A whole number from 1 up, which may be a text, or auto."""
+    if value == "auto":
+        return "auto"
+    try:
+        return count(flag, int(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise UsageError(f"{flag} {value}: write a number from 1 up, or auto: as many as there are devices") from None
 
 
 def observer(flag: str, value: object) -> object:

@@ -167,7 +167,25 @@ RanksOfRuns = Annotated[
     ),
 ]
 StrategyOfRuns = Annotated[
-    str | None, Option("How such ranks share the work; default: ddp.", checks.strategy, choices=checks.STRATEGIES)
+    str | None,
+    Option("How such ranks share the work; default: ddp.", checks.strategy, choices=checks.STRATEGIES),
+]
+Workers = Annotated[
+    int | str | None, Option("Runs at once, each on a device of its own.", checks.workers, metavar="N|auto")
+]
+StorageOfRuns = Annotated[
+    str | None, Option("An Optuna storage instead of the run folder's journal.", checks.text, metavar="URL")
+]
+Executor = Annotated[
+    str | None,
+    Option(
+        "Where runs train: on this machine, or on a Ray cluster.",
+        checks.executor,
+        choices=checks.EXECUTORS,
+    ),
+]
+RayAddress = Annotated[
+    str | None, Option("A running Ray cluster, e.g. auto or ray://head:10001.", checks.text, metavar="ADDRESS")
 ]
 WarmStart = Annotated[
     str | os.PathLike[str] | None,

@@ -25,7 +25,7 @@ from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Off, Positiv
 from batchtune.config.ranks import Ranks, RayCluster
 from batchtune.config.space import CLIPS_NOTHING, ArgumentName, BatchSize, Clipping, LearningRate, Parameter
 from batchtune.errors import without_passwords
-from batchtune.vocabulary import Goal, Kind, Precision, Variant
+from batchtune.vocabulary import Executor, Goal, Kind, Precision, Variant
 
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 
@@ -212,9 +212,7 @@ class Config(Section):
         default="auto",
         description="Ranks that are timed in the end, to say what 1, 2, 4 and 8 would take; auto: one for each device.",
     )
-    executor: Literal["local", "ray"] = Field(
-        default="local", description="Where runs train: here, or on a Ray cluster."
-    )
+    executor: Executor = Field(default="local", description="Where runs train: here, or on a Ray cluster.")
     ray: RayCluster = RayCluster()
     ranks: Ranks = Ranks()
     activation_checkpointing: bool | _Switches | None = Field(

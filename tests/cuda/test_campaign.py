@@ -65,10 +65,10 @@ def ended(tmp_path_factory):
     (folder / "script.py").write_text(SCRIPT)
     (folder / "rig.json").write_text(json.dumps(RIG))
     with fake_gpu.machine(CARD):
-        done = run(folder / "script.py", "--output", folder, "--seconds", 20, timeout=120)
+        done = run(folder / "script.py", "--output", folder, "--seconds", 40, timeout=160)
         assert done.returncode == 0, done.stderr
         first = read(folder)
-        again = run(folder / "script.py", "--output", folder, "--seconds", 15, timeout=120)
+        again = run(folder / "script.py", "--output", folder, "--seconds", 30, timeout=160)
     return folder, first, again
 
 
@@ -88,7 +88,7 @@ def test_a_part_that_fails_or_hangs_is_told_with_what_it_measured_and_the_others
 
 def test_the_parts_share_the_time_that_the_whole_is_given(ended):
     _, campaign, _ = ended
-    assert sum(part["seconds"] for part in campaign["parts"].values()) < 20
+    assert sum(part["seconds"] for part in campaign["parts"].values()) < 40
 
 
 def test_the_next_call_goes_on_with_the_cases_that_are_missing(ended):

@@ -117,8 +117,9 @@ def _refuse_copied(source: Path, name: str) -> None:
 def _overrides_of(options: Mapping[str, Any]) -> list[str]:
     """What options of the command line say, as texts that are laid over a configuration."""
     keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
-    keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy"}
-    given = [f"{key}={options[name]}" for name, key in keys.items() if options.get(name) is not None]
+    keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy", "workers": "workers"}
+    keys |= {"storage": "storage", "executor": "executor", "ray_address": "ray.address"}
+    given = [f"{key}={options[name]}" for name, key in keys.items() if options.get(name)]
     if found := SOLVED.fullmatch(options.get("target") or ""):
         metric, sign, value = found.groups()
         goal = "minimize" if sign == "<" else "maximize"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError, kind_of
@@ -15,9 +15,10 @@ from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution
 from batchtune.tune.plan.tokens import in_samples, require_tokens
+from batchtune.vocabulary import Executor
 
 
-def require_executor(executor: Literal["local", "ray"]) -> None:
+def require_executor(executor: Executor) -> None:
     """Refuses an executor that is not installed.
 
     Raises:

@@ -36,6 +36,30 @@ def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():
         assert (found.objective.metric, found.objective.goal, found.objective.target) == ("top1", "maximize", 0.9)
 
 
+def test_where_runs_train_is_an_option_of_the_function_as_of_the_command():
+    url = "postgresql+psycopg://tester@db:5432/studies"
+    assert configure("config.yaml", workers="auto", storage=url).storage == url
+    found = configure("config.yaml", workers="3", executor="ray", ray_address="auto")
+    assert (found.workers, found.executor, found.ray.address) == (3, "ray", "auto")
+    assert configure("config.yaml", workers=2, storage="").workers == 2  # an empty one is of a variable that is not set
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"workers": "all"}, "workers=all: write a number from 1 up, or auto: as many as there are devices"),
+        ({"workers": 0}, "workers=0: must be at least 1"),
+        ({"workers": 1.5}, "workers=1.5: must be an int, not a float"),
+        ({"executor": "slurm"}, "executor=slurm: unknown; use local or ray"),
+        ({"storage": 5432}, "storage=5432: must be a text, not an int"),
+    ],
+)
+def test_where_runs_cannot_train_is_refused_in_the_words_of_the_caller(option, told):
+    with pytest.raises(UsageError) as refused:
+        batchtune.tune("config.yaml", **option)
+    assert str(refused.value) == told
+
+
 def test_a_run_folder_that_was_copied_changes_no_other():
     folder = RunFolder("a", Path("runs"))
     folder.path.mkdir(parents=True)
