@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child import heartbeat
-from batchtune.child.evaluate import Inference, in_eval_mode, look_at_evaluation
+from batchtune.child.evaluate import Inference, in_eval_mode, look_at_evaluation, undifferentiated
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import Trainer, require_finite, training_loader, without_end
@@ -228,8 +228,8 @@ class _Steps:
         self._evaluates = True
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
-            with torch.no_grad(), in_eval_mode(trainer.model), trainer.precision.autocast():
-                trainer.task.evaluate(trainer.model, few)
+            with in_eval_mode(trainer.model), trainer.precision.autocast():
+                undifferentiated(task := trainer.task, lambda: task.evaluate(trainer.model, few))
         elif trainer.task.has("val_dataset"):
             self._evaluated, self._adds_up = look_at_evaluation(trainer, self._memory, size, most, few)
         if saves:

@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchtune.child import heartbeat
@@ -23,6 +23,8 @@ from batchtune.device.failures import classify, free_frames, leaves_device_usabl
 from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, fp32_instead
 from batchtune.task.contract import Task, describe_user_error
 from batchtune.task.state import kept_random_numbers, seed_everything
+
+Found = TypeVar("Found")
 
 
 def without_gradients(step: Callable[[int], object]) -> Callable[[int], object]:
@@ -49,7 +51,26 @@ class Inference:
 
 
 _ALIKE = 1.1  # sums that differ by no more than noise in a loss
+_ASKS_FOR_GRADIENTS = "does not require grad"  # torch's words where something is differentiated that has no graph
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
+
+
+def undifferentiated(task: Task, evaluation: Callable[[], Found]) -> Found:
+    """What an evaluation returns under `torch.no_grad`; with gradients where it takes some of its own.
+
+    So do losses of differential equations, and of forces that follow from an energy.
+    """
+    if not task.differentiates:
+        try:
+            with torch.no_grad():
+                return evaluation()
+        except RuntimeError as error:
+            if _ASKS_FOR_GRADIENTS not in str(error):
+                raise
+            free_frames(error)
+        task.differentiates = True
+    with torch.enable_grad():
+        return evaluation()
 
 
 @contextmanager
@@ -80,7 +101,8 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
         trainer.ranks.align(model)
         if task.has("evaluate"):
             with trainer.precision.autocast():
-                return trainer.ranks.together("first", _pick(task.evaluate(model), metric, task))
+                found = undifferentiated(task, lambda: task.evaluate(model))
+            return trainer.ranks.together("first", _pick(found, metric, task))
         if metric != "val_loss":
             raise _only_val_loss(metric, task)
         return _mean_loss(trainer, batch_size, max_batches)
@@ -182,7 +204,12 @@ def _sum_of_losses(trainer: Trainer, batch_size: int, count: int) -> float:
         trainer.precision.autocast(),
     ):
         batches = itertools.islice(_batches(trainer.task, batch_size, ALONE), count)
-        return sum(float(trainer.task.loss(trainer.model, move(batch, trainer.device))) for _, batch in batches)
+        return sum(float(_loss(trainer, move(batch, trainer.device))) for _, batch in batches)
+
+
+def _loss(trainer: Trainer, batch: object) -> Tensor:
+    """Of a batch on the device, without its graph."""
+    return undifferentiated(trainer.task, lambda: trainer.task.loss(trainer.model, batch).detach())
 
 
 def _only_val_loss(metric: str, task: Task) -> UsageError:
@@ -210,7 +237,7 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     for size, batch in itertools.islice(_batches(task, batch_size, shares), max_batches):
         on_device = move(batch, trainer.device)  # the last one and its loss are there until the next are
         with trainer.precision.autocast():
-            loss = task.loss(trainer.model, on_device)
+            loss = _loss(trainer, on_device)
         total += loss.float() * size
         samples += size
         heartbeat.beat()

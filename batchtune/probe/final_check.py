@@ -28,6 +28,7 @@ CPU_TOLERANCE = 0.05
 _WORTH_A_CHECK = 0.1  # by so much a size has to be larger
 _STEP_DOWN, _SURE = 0.05, 1.25  # at least, since one more process may take more; times the excess that was measured
 _SOON_STEPS = 1000  # fewer than these make no training
+_SEEN_AGAIN = 2  # checks in a row, of which each shows the same leak
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +255,15 @@ def order_warnings(checks: Sequence[Check], environment: Environment) -> list[st
     return [text + remedy(environment)]
 
 
-def leaks_all(check: Check, limit_bytes: int | None) -> bool:
-    """Whether what its steps leave behind fills all memory by itself, so that no size passes."""
-    growth = check.attempt.growth_bytes_per_step or 0
-    return limit_bytes is not None and not check.attempt.fits and growth * check.steps >= limit_bytes
+def leaks_all(checks: Sequence[Check], limit_bytes: int | None) -> bool:
+    """Whether what steps leave behind fills all memory by itself, so that no size passes: seen twice in a row.
+
+    Peaks that rise for a few steps look like it where the system counts memory; at the next size, they do not again.
+    """
+    last = checks[-_SEEN_AGAIN:]
+    if limit_bytes is None or len(last) < _SEEN_AGAIN or any(each.attempt.fits for each in last):
+        return False
+    return all((each.attempt.growth_bytes_per_step or 0) * each.steps >= limit_bytes for each in last)
 
 
 def leaks_soon(attempt: Attempt, limit_bytes: int | None) -> bool:

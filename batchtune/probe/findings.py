@@ -243,8 +243,8 @@ def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputP
 
 
 def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[str]:
-    """One where memory grew from step to step, from the longest look at it."""
-    worst = max((each for each in attempts if each.growth_bytes_per_step), key=lambda each: each.steps, default=None)
+    """One where memory grew from step to step, if the longest look of all saw it: a short one may see peaks settle."""
+    worst = max(attempts, key=lambda each: (each.steps, each.growth_bytes_per_step or 0), default=None)
     if worst is None or not worst.growth_bytes_per_step:
         return []
     text = f"memory grew by {size(worst.growth_bytes_per_step)} a step at batch size {worst.batch_size:,}"

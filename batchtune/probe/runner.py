@@ -111,7 +111,7 @@ class Probe:
             if silent is not None:
                 raise silent
             smaller = final_check.size_below(found.checks, options, found.limit, self.attempts)
-            if smaller is None or final_check.leaks_all(found.checks[-1], found.limit):
+            if smaller is None or final_check.leaks_all(found.checks, found.limit):
                 raise found.nothing_fits()
             failed, size = size, smaller
         if final_check.leaks_soon(self.attempts[-1], found.limit):

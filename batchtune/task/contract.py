@@ -51,10 +51,12 @@ class Task(TaskOptimizers):
     Attributes:
         is_for_inference: only forward passes are asked of it.
         activation_checkpointing: of models for which nothing else is asked; None: as the user's code has it.
+        differentiates: evaluation was seen to take gradients of its own, as of a differential equation's residual.
     """
 
     is_for_inference: bool = field(default=False, init=False)
     activation_checkpointing: bool | None = field(default=None, init=False)
+    differentiates: bool = field(default=False, init=False)
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
 
@@ -209,7 +211,7 @@ class Task(TaskOptimizers):
 
     def _number(self, value: Any, what: str) -> float:
         try:
-            return float(value)
+            return float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError):
             raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
@@ -248,7 +250,7 @@ def describe_user_error(error: BaseException, doing: str, hint: str = "") -> Use
     """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
     if isinstance(error, UserCodeError):
         return error
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     kind = type(error).__name__
     frames = frames or _named_last(error)
     own = frames[0].name if frames and frames[0].name != "<module>" else None
@@ -270,11 +272,12 @@ def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
     """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
     *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
     called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
-    codes = [each.__code__ for each in called if _is_users(each.__code__.co_filename)]
+    codes = [each.__code__ for each in called if is_users(each.__code__.co_filename)]
     return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file is of the user's own code, and neither a library's nor batchtune's."""
     path = filename if filename.startswith("<") else str(Path(filename).resolve())
     return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
 

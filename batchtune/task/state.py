@@ -185,16 +185,25 @@ def modules_of_fakes() -> AbstractContextManager[object]:
     return mock.patch.object(nn.Module, "_apply", apply_to_fakes)
 
 
+_OURS = ("torch", "batchtune")  # whose `_apply` is replaced by the following, or needs no more
+
+
 def apply_to_fakes(
     module: nn.Module,
     convert: Callable[[Tensor], Tensor],
     recurse: bool = True,
     converted: dict[int, tuple[nn.Parameter, nn.Parameter]] | None = None,
 ) -> nn.Module:
-    """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied."""
+    """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied.
+
+    Where a library's modules have one of their own, as metrics have for their states, that calls this one in turn.
+    """
     converted = {} if converted is None else converted
     for child in module.children() if recurse else ():
-        apply_to_fakes(child, convert, converted=converted)
+        if type(child)._apply.__module__.partition(".")[0] in _OURS:  # noqa: SLF001
+            apply_to_fakes(child, convert, converted=converted)
+        else:
+            child._apply(convert)  # noqa: SLF001
     for name, parameter in module._parameters.items():  # noqa: SLF001
         if parameter is None:
             continue

@@ -26,6 +26,7 @@ from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_kernels
 from batchtune.estimate.tracing.recurrent import flatten_parameters
 from batchtune.estimate.tracing.without_data import place_outside_torch
+from batchtune.task.contract import is_users
 from batchtune.task.state import apply_to_fakes
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -264,6 +265,25 @@ def precisions_supported() -> contextlib.ExitStack:
     )
     stack.enter_context(mock.patch.object(torch, "version", _Version(_version.__name__)))
     return stack
+
+
+def chosen_devices_become_cuda(notes: list[Assumption]) -> bool:
+    """Makes a device that a file of the user's chose for itself at import the one it would be on a machine with a GPU.
+
+    `DEVICE = "cuda" if torch.cuda.is_available() else "cpu"` is such.
+
+    Returns:
+        Whether there was one, which is noted.
+    """
+    found, files = [], [(each, getattr(each, "__file__", None)) for each in [*sys.modules.values()]]
+    for module in [each for each, file in files if file and is_users(file)]:
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, str | torch.device) and str(value) == "cpu":
+                setattr(module, name, type(value)("cuda"))
+                found.append(f"{module.__name__}.{name}")
+    if found:
+        notes.append(Assumption(f"{', '.join(sorted(set(found)))}: taken to be cuda, as where there is a GPU"))
+    return bool(found)
 
 
 def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:

@@ -221,9 +221,9 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, size: int, op: str, call: _Call, block: Block | None = None) -> int:
         forward = self.moment.startswith("forward") and not call.in_backward
-        path = self._modules.path() or ("compute_loss" if forward else "")
         moment = self.moment.replace("forward", "backward") if call.in_backward else self.moment
         line = (place_outside_torch(sys._getframe()) if forward else None) or ""  # noqa: SLF001
+        path = self._modules.path() or (("compute_loss" if line else "batch and loss") if forward else "")
         self.trace.births.append(Birth(size, op, path, line, moment, block=block))
         self.trace.events.append(len(self.trace.births))
         return len(self.trace.births) - 1

@@ -18,9 +18,14 @@ from batchtune.child.ranks.parallel import repeated_blocks
 from batchtune.child.trainer import Trainer
 from batchtune.estimate.commands import Tracing
 from batchtune.estimate.memory.events import Assumption, Trace, Work, distributed, normalized
-from batchtune.estimate.tracing.fake_cuda import compilation_ignored, fake_cuda, precisions_supported
+from batchtune.estimate.tracing.fake_cuda import (
+    chosen_devices_become_cuda,
+    compilation_ignored,
+    fake_cuda,
+    precisions_supported,
+)
 from batchtune.estimate.tracing.recorder import Recorder
-from batchtune.estimate.tracing.without_data import CannotTraceError, naming_the_line
+from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError, naming_the_line
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.samples import tensor_bytes, unseen_warnings
@@ -99,9 +104,17 @@ class Tracer:
         return [Assumption(text, depends_on_data=True)]
 
     def trace(self, batch_size: int, length: Length | None = None) -> Trace:
-        """The step at one micro-batch size; see `trace_step`."""
+        """The step at one micro-batch size; see `trace_step`.
+
+        Where it mixes devices, once more with those that the user's code chose at import, when no GPU was to be seen.
+        """
         with compilation_ignored(self.notes):
-            trace = self._traced(batch_size, length)
+            try:
+                trace = self._traced(batch_size, length)
+            except StepFailedError as failed:
+                if not failed.on_two_devices or not chosen_devices_become_cuda(self.notes):
+                    raise
+                trace = self._traced(batch_size, length)
         if self._asked.world_size > 1:
             trace = distributed(trace, self._asked.strategy, self._asked.world_size)
         self.ops |= trace.ops
@@ -174,6 +187,8 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: object, precisi
         recorder.holds(batch)
         trainer = (Inference if task.is_for_inference else Trainer)(task, device, precision)
         roles = _Roles(recorder)
+        for metric in [each for each in trainer.model.modules() if getattr(each, "validate_args", None) is True]:
+            vars(metric).update(validate_args=False)  # torchmetrics' look at values, of which there are none
         trace.units = unit_bytes(trainer.model)
         if task.is_for_inference and any(isinstance(each, _WITH_FAST_PATH) for each in trainer.model.modules()):
             trace.notes.append(_FAST_PATH)

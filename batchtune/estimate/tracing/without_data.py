@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -58,6 +58,32 @@ _numpy = Tensor.numpy
 _PRINTED = re.compile(r"FakeTensor\(\.\.\., (?:device='cuda:0', )?")
 
 
+def _ctc(log_probs: Tensor, _: Tensor, __: object, targets: Sequence[int], *___: object) -> tuple[Tensor, Tensor]:
+    """What CTC makes where lengths are numbers, not tensors."""
+    frames, samples, _classes = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(targets) + 1)
+
+
+def _least_squares(matrix: Tensor, right: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution, residuals, rank and singular values, as the CPU's default method tells them of a model's first weights.
+
+    Raises:
+        NotImplementedError: on a GPU.
+    """
+    if matrix.device.type != "cpu":
+        raise NotImplementedError("what least squares take on a GPU is not known")
+    batch, columns = matrix.shape[:-2], matrix.shape[-1]
+    several = right.shape[-1:] if right.dim() == matrix.dim() else ()
+    nothing = right.new_empty(0)
+    return right.new_empty(*batch, columns, *several), nothing, matrix.new_empty(batch, dtype=torch.int64), nothing
+
+
+_MADE: dict[OpOverload, Callable[..., tuple[Tensor, ...]]] = {
+    aten._ctc_loss.default: _ctc,  # noqa: SLF001
+    aten.linalg_lstsq.default: _least_squares,
+}
+
+
 class Values:
     """Real values of small tensors that follow from no data.
 
@@ -73,9 +99,8 @@ class Values:
 
     def run(self, func: OpOverload, args: Arguments, kwargs: Mapping[str, object]) -> object:
         """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
-        if func is aten._ctc_loss.default:  # noqa: SLF001 - whose lengths are numbers, not tensors
-            log_probs, (frames, samples, _) = args[0], args[0].shape
-            return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(args[3]) + 1)
+        if func in _MADE:
+            return _MADE[func](*args)
         if func is aten.add_.Tensor and _layouts(args) == [torch.strided, torch.sparse_coo]:
             return args[0]  # add_out_dense_sparse_cuda in SparseCUDATensorMath.cu takes nothing
         if func is aten._coalesce.default:  # noqa: SLF001
@@ -238,7 +263,7 @@ def place_of_error(error: BaseException) -> str | None:
 @cache
 def _is_internal(path: str) -> bool:
     standard = path.startswith(_STANDARD) and "site-packages" not in path and "dist-packages" not in path
-    return standard or path.startswith((_TORCH, "<frozen"))
+    return standard or path.startswith((_TORCH, "<frozen")) or path == "<string>"  # as dataclasses and tuples are made
 
 
 class CannotTraceError(BatchtuneError):
@@ -249,6 +274,8 @@ class CannotTraceError(BatchtuneError):
 
 class StepFailedError(UserCodeError):
     """The user's step fails with data just so."""
+
+    on_two_devices = False  # of which the CPU may be one that the code chose where it saw no GPU
 
 
 @contextlib.contextmanager
@@ -270,7 +297,9 @@ def naming_the_line(trace: Trace, precision: str) -> Iterator[None]:
             failed = describe_user_error(as_on_a_gpu(error), f"in a {precision} step of batch size {trace.batch_size}")
             if isinstance(failed, HalfPrecisionError):
                 raise failed from error
-            raise StepFailedError(failed.detail, failed.frames) from error
+            told = StepFailedError(failed.detail, failed.frames)
+            told.on_two_devices = bool(_DEVICES.search(text))
+            raise told from error
         place = place_of_error(error)
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
         text = f"{operator[1]} is no operator that can be recorded" if operator else text

@@ -74,7 +74,7 @@ class LightningTask(FromLoader):
         """A new module with a stand-in for its Trainer, set up as Lightning does before training."""
         made = self._make()
         module, *given = made if isinstance(made, tuple) else (made,)
-        view = TrainerView(self.where, library_of(module), self.samples_per_step)
+        view = TrainerView(self.where, module, library_of(module), self.samples_per_step)
         module.trainer, module.log = view, view.logged.log
         first = self._data.train is None
         if first:

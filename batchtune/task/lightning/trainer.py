@@ -31,7 +31,7 @@ def not_there(where: str, name: str) -> NotInTrainerError:
     """What is said of `self.trainer.name` where there is no such thing."""
     return NotInTrainerError(
         f"{where} uses self.trainer.{name}: batchtune trains the module without a Lightning Trainer, and "
-        "stands in for its progress, datamodule and logger only"
+        "stands in for its model, progress, datamodule and logger only"
     )
 
 
@@ -40,6 +40,7 @@ class TrainerView:
 
     Args:
         where: how the user named the module, for messages.
+        module: what is trained, also as the Trainer's `model`, which no strategy wraps here.
         library: the module's Lightning, `lightning.pytorch` or `pytorch_lightning`.
         samples_per_step: of an optimizer step.
     """
@@ -55,8 +56,9 @@ class TrainerView:
     gradient_clip_algorithm: str | None = None
     ckpt_path = default_root_dir = log_dir = None
 
-    def __init__(self, where: str, library: str, samples_per_step: int | None = None) -> None:
+    def __init__(self, where: str, module: LightningModule, library: str, samples_per_step: int | None = None) -> None:
         self._where = where
+        self.model = self.lightning_module = module
         self.datamodule: object = None
         self.global_step, self.current_epoch, self.batch_idx = 0, 0, 0
         self.samples_per_epoch: int | None = None

@@ -66,6 +66,81 @@ def test_what_holds_the_most_activations_is_named_with_its_line(ask):
     assert {each["module"] for each in inner} >= {"* (Linear)", "*.* (ReLU)"}
 
 
+def test_what_the_batch_holds_is_not_said_to_be_the_losss(ask):
+    reading = MLP.replace("nn.ReLU()", "nn.Identity()").replace("batch).square()", "batch).sum(1)")
+    held = {each["module"]: each for each in ask(reading, memory_limit=200 << 20)["details"][0]["holders"]}
+    assert "line" not in held["batch and loss"]
+    assert not any(each.get("line", "").startswith("<") for each in held.values())
+
+
+def test_a_device_that_the_code_chose_where_it_saw_no_gpu_is_a_gpus(ask):
+    chosen = """
+    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """
+    loss = "return (model(batch) * torch.ones(1024, device=DEVICE)).square().mean()"
+    found = ask(chosen + MLP.replace("return model(batch).square().mean()", loss), memory_limit=200 << 20)
+    plain = ask(MLP.replace("return model(batch).square().mean()", loss.replace("DEVICE", "batch.device")))
+    assert any("DEVICE: taken to be cuda" in note for note in found["gpus"][0]["notes"])
+    assert found["gpus"][0]["max_batch_size"] > 0
+    assert "refused" not in plain
+
+
+def test_weights_that_a_model_solves_for_when_it_is_made_are_traced(ask):
+    solved = """
+    class Spline(nn.Module):
+        def __init__(self):
+            super().__init__()
+            found = torch.linalg.lstsq(torch.randn(16, 9, 4), torch.randn(16, 9, 8)).solution
+            self.weight = nn.Parameter(found.permute(2, 0, 1).contiguous())
+
+        def forward(self, x):
+            return torch.einsum("bi,oik->bok", x, self.weight)
+
+    def build_model():
+        return Spline()
+
+    def make_batch(size):
+        return torch.randn(size, 16)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+    """
+    detail = ask(solved, memory_limit=200 << 20)["details"][0]
+    assert detail["parameters_bytes"] == 8 * 16 * 4 * 4
+
+
+def test_metrics_of_the_training_step_are_on_the_device_and_look_at_no_values(ask):
+    pytest.importorskip("torchmetrics")
+    measured = """
+    class Measured(nn.Module):
+        def __init__(self):
+            from torchmetrics import Accuracy, MeanMetric
+
+            super().__init__()
+            self.net = nn.Linear(16, 4)
+            self.mean, self.accuracy = MeanMetric(), Accuracy(task="multiclass", num_classes=4)
+
+        def forward(self, x):
+            return self.net(x)
+
+    def build_model():
+        return Measured()
+
+    def make_batch(size):
+        return torch.randn(size, 16), torch.randint(4, (size,))
+
+    def compute_loss(model, batch):
+        scores = model(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        model.mean(loss)
+        model.accuracy(scores.argmax(1), batch[1])
+        return loss
+    """
+    answer = ask(measured, memory_limit=200 << 20)
+    assert "refused" not in answer
+    assert answer["gpus"][0]["max_batch_size"] > 0
+
+
 def test_sgd_keeps_no_states(ask):
     source = MLP + "\n    def build_optimizer(model, lr):\n        return torch.optim.SGD(model.parameters(), lr=lr)\n"
     detail = ask(source, memory_limit=200 << 20)["details"][0]

@@ -225,6 +225,16 @@ class TestLearningRate:
         trainer = trained(lit(methods), steps=5, learning_rate=0.1, total_steps=10)
         assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.05)
 
+    @pytest.mark.parametrize("asked", ["model", "lightning_module"])
+    def test_the_trainers_model_is_the_module(self, lit, asked):
+        methods = f"""
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.{asked}.parameters(), lr=3.0)
+"""
+        trainer = trained(lit(methods), steps=1)
+        own = {id(each) for each in trainer.model.parameters()}
+        assert {id(each) for each in trainer.optimizers.param_groups[0]["params"]} == own
+
     @pytest.mark.parametrize(
         ("made", "asks"),
         [

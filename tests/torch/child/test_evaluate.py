@@ -75,6 +75,33 @@ class TestMeanLoss:
         for batch_size in (32, 8, 7, 1, 100):
             assert metric_value(default, "val_loss", batch_size) == pytest.approx(whole, rel=1e-5)
 
+    def test_a_loss_that_differentiates_is_given_gradients(self, trainer):
+        held = []
+
+        def residual(model, batch):
+            place = batch[0].requires_grad_()
+            (slope,) = torch.autograd.grad(model(place).sum(), place, create_graph=True)
+            held.append(torch.is_grad_enabled())
+            return (slope - 1).square().mean()
+
+        own = trainer(compute_loss=residual)
+        expected = float((own.model.weight.detach() - 1).square().mean())
+        assert metric_value(own, "val_loss", 8) == pytest.approx(expected, rel=1e-5)
+        scores = trainer(evaluate=lambda model: {"residual": residual(model, [torch.ones(2, 4)])})
+        assert metric_value(scores, "residual", 8) == pytest.approx(expected, rel=1e-5)
+        assert all(held)
+
+    def test_an_error_of_another_kind_is_not_tried_again(self, trainer):
+        calls = []
+
+        def failing(_model, _batch):
+            calls.append(1)
+            raise RuntimeError("no such label")
+
+        with pytest.raises(RuntimeError, match="no such label"):
+            metric_value(trainer(compute_loss=failing), "val_loss", 8)
+        assert len(calls) == 1
+
     def test_a_data_set_without_an_end_is_named(self, trainer, monkeypatch):
         class Endless(IterableDataset):
             def __iter__(self):

@@ -183,6 +183,12 @@ def test_what_is_said_of_inference_speaks_of_no_training():
     assert [("longer run" in each, "train" in each) for each in said] == [(True, False)] * 2
 
 
+def test_a_rise_that_a_longer_look_did_not_see_is_no_leak():
+    rising = Attempt(batch_size=8, outcome="oom", steps=6, growth_bytes_per_step=GIB)
+    assert len(leak_warnings([rising], 9 * GIB)) == 1
+    assert leak_warnings([Attempt(batch_size=16, outcome="oom", steps=17), rising], 9 * GIB) == []
+
+
 def test_a_result_of_inference_says_so_and_accumulates_nothing():
     known = Findings(
         options=ProbeOptions(),

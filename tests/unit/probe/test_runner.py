@@ -172,6 +172,22 @@ class LeakingWorker(ScriptedWorker):
         return {"attempt": told["attempt"] | seen | peak}
 
 
+class SettlingWorker(ScriptedWorker):
+    """A child whose final checks fail above a size after a few steps of ever higher peaks, as a CPU's do by chance."""
+
+    def __init__(self, *, limit, settles_at):
+        super().__init__(lambda _: "fit", limit=limit)
+        self.settles_at = settles_at
+
+    def answer(self, command, *, batch_size, **arguments):
+        settles = batch_size <= self.settles_at
+        self.outcome, self.checked = up_to(self.limit), up_to(self.settles_at)
+        self.failed_steps = None if settles or not arguments.get("verify") else 6
+        told = super().answer(command, batch_size=batch_size, **arguments)
+        rises = {"growth_bytes_per_step": self.limit // 10} if self.failed_steps else {}
+        return {"attempt": told["attempt"] | rises} if "attempt" in told else told
+
+
 def probe(worker, observer=None, known=(), **options):
     return Probe(worker, ProbeOptions(**{"throughput": False} | options), "fp32", observer or Observer(), known)
 
@@ -677,6 +693,11 @@ class TestLeaks:
         with pytest.raises(NothingFitsError, match=r"; memory grew by 107 KiB a step at batch size") as raised:
             probe(worker, throughput=False, maximum=100_000).run()
         assert "out of memory" not in str(raised.value)
+
+    def test_a_rise_of_peaks_that_smaller_sizes_do_not_show_ends_no_probe(self):
+        found = probe(SettlingWorker(limit=1000, settles_at=600), throughput=False).run()
+        assert (found.max_batch_size, found.verified_in_fresh_process) == (600, True)
+        assert not any("grew" in warning for warning in found.warnings)
 
     def test_a_small_leak_costs_little_of_the_answer(self):
         found = probe(LeakingWorker(100, limit=2_000_000), throughput=False, tolerance=0.0).run()
