@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,8 +82,14 @@ class Findings:
 
     @property
     def largest(self) -> int:
-        """The largest size that trains as far as is known; 0: none."""
-        return self.verified.batch_size if self.verified else bracket(self.attempts)[0]
+        """The largest size that trains as far as is known; 0: none.
+
+        Before a final check has passed, no size above one that ran out of memory, if only in more steps than that took.
+        """
+        if self.verified:
+            return self.verified.batch_size
+        out = next((each.batch_size for each in failures_above(0, self.attempts) if each.outcome == "oom"), math.inf)
+        return bracket([each for each in self.attempts if each.batch_size < out])[0]
 
     @property
     def limit(self) -> int | None:

@@ -189,6 +189,19 @@ def test_a_rise_that_a_longer_look_did_not_see_is_no_leak():
     assert leak_warnings([Attempt(batch_size=16, outcome="oom", steps=17), rising], 9 * GIB) == []
 
 
+def test_before_a_check_has_passed_no_size_is_the_largest_above_one_that_ran_out_of_memory():
+    def fits(size, **more):
+        return Attempt(batch_size=size, outcome="fit", **more)
+
+    searched = [fits(64), fits(128), failed(160), fits(153), failed(1, "user_error"), failed(150, "timeout")]
+    known = Findings(options=ProbeOptions(), opened=opened(), precision="fp32", bounds=Bounds(), attempts=searched)
+    assert (known.largest, known.result(1.0).first_failing_batch_size) == (153, 160)
+    known.attempts.append(failed(103, steps=11))  # in more steps than those of the search
+    assert (known.largest, known.result(1.0).first_failing_batch_size) == (64, 103)
+    known.verified = fits(110, purpose="verify")  # what is checked is believed
+    assert known.largest == 110
+
+
 def test_a_result_of_inference_says_so_and_accumulates_nothing():
     known = Findings(
         options=ProbeOptions(),
