@@ -122,11 +122,6 @@ class Trial(Record):
         return self.outcome is None and (self.state == "fail" or (self.state == "running" and self.message is not None))
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether only the end of budget.total stopped it: it is run again, and would have cost more than it did."""
-        return self.state == "fail" and self.outcome in {"capped", "finished"}
-
-    @property
     def came_to(self) -> str:
         """How it ended in a word; where it has not, how it stands."""
         return self.outcome or ("interrupted" if self.is_interrupted else self.state)

@@ -48,7 +48,7 @@ def recommend(
     scoring = Scoring(kind, goal, expected)
     whole = baseline_run(trials)
     base = config_of(whole) if whole is not None else None
-    groups = _confirmed(trials, base, scoring.cost)
+    groups = _confirmed(trials, base)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
         return _unconfirmed(trials, groups, scoring), None
     ours = _baseline_scores(groups[base], scoring)
@@ -72,34 +72,12 @@ def recommend(
     return found, _of(groups[base], ours, scoring, "what you run today")
 
 
-def _confirmed(
-    trials: Sequence[Trial], base: Configuration | None, cost: Cost | None
-) -> dict[Configuration, list[Trial]]:
+def _confirmed(trials: Sequence[Trial], base: Configuration | None) -> dict[Configuration, list[Trial]]:
     """The runs on fresh seeds by configuration; what the baseline failed at does not count, and is run again."""
     groups = by_configuration(trial for trial in trials if trial.tells_of_fresh_seed)
-    if base is None:
-        return groups
-    ran, of_base = groups.pop(base, []), (trial for trial in trials if config_of(trial) == base)
-    ours = [trial for trial in ran if trial.outcome not in FAILED_FOR_GOOD]
-    if cost is not None:
-        ours += _cut_off([*of_base], [trial for group in groups.values() for trial in group], cost)
-    return groups | ({base: ours} if ran or ours else {})
-
-
-def _cut_off(ours: Sequence[Trial], theirs: Sequence[Trial], cost: Cost) -> list[Trial]:
-    """The baseline's fresh runs that the end of the budget has stopped, after they had cost more than any of theirs.
-
-    That is a lower bound, as of a run that was stopped at its limit. When a budget ends has nothing to do with how a
-    run goes; one that had cost less by then says nothing.
-    """
-    most = max((found for trial in theirs if (found := cost.of(trial)) is not None), default=math.inf)
-    known = {trial.seed for trial in ours if trial.tells_of_fresh_seed}
-    cut = {
-        trial.seed: trial
-        for trial in ours
-        if trial.role == "confirm" and trial.is_cut_off and (cost.spent(trial) or 0.0) > most
-    }
-    return [trial for seed, trial in cut.items() if seed not in known]
+    if base is not None and base in groups:
+        groups[base] = [trial for trial in groups[base] if trial.outcome not in FAILED_FOR_GOOD]
+    return groups
 
 
 def _winner(
