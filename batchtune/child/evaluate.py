@@ -55,12 +55,13 @@ _ASKS_FOR_GRADIENTS = "does not require grad"  # torch's words where something i
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 
 
-def undifferentiated(task: Task, evaluation: Callable[[], Found]) -> Found:
+def undifferentiated(trainer: Trainer, evaluation: Callable[[], Found]) -> Found:
     """What an evaluation returns under `torch.no_grad`; with gradients where it takes some of its own.
 
-    So do losses of differential equations, and of forces that follow from an energy.
+    So do losses of differential equations, and of forces that follow from an energy. Those of the weights are as before
+    it afterwards: training does not add to what an evaluation has left.
     """
-    if not task.differentiates:
+    if not trainer.task.differentiates:
         try:
             with torch.no_grad():
                 return evaluation()
@@ -68,9 +69,16 @@ def undifferentiated(task: Task, evaluation: Callable[[], Found]) -> Found:
             if _ASKS_FOR_GRADIENTS not in str(error):
                 raise
             free_frames(error)
-        task.differentiates = True
-    with torch.enable_grad():
-        return evaluation()
+        trainer.task.differentiates = True
+    kept = [(each, each.grad) for each in trainer.model.parameters()]
+    for each, _ in kept:
+        each.grad = None
+    try:
+        with torch.enable_grad():
+            return evaluation()
+    finally:
+        for each, gradient in kept:
+            each.grad = gradient
 
 
 @contextmanager
@@ -101,7 +109,7 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
         trainer.ranks.align(model)
         if task.has("evaluate"):
             with trainer.precision.autocast():
-                found = undifferentiated(task, lambda: task.evaluate(model))
+                found = undifferentiated(trainer, lambda: task.evaluate(model))
             return trainer.ranks.together("first", _pick(found, metric, task))
         if metric != "val_loss":
             raise _only_val_loss(metric, task)
@@ -209,7 +217,7 @@ def _sum_of_losses(trainer: Trainer, batch_size: int, count: int) -> float:
 
 def _loss(trainer: Trainer, batch: object) -> Tensor:
     """Of a batch on the device, without its graph."""
-    return undifferentiated(trainer.task, lambda: trainer.task.loss(trainer.model, batch).detach())
+    return undifferentiated(trainer, lambda: trainer.task.loss(trainer.model, batch).detach())
 
 
 def _only_val_loss(metric: str, task: Task) -> UsageError:

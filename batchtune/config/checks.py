@@ -203,10 +203,12 @@ def one_of(choices: tuple[str, ...]) -> Callable[[str, object], str]:
 strategy, executor = one_of(STRATEGIES), one_of(EXECUTORS)
 
 
-def workers(flag: str, value: object) -> int | Literal["auto"]:
-    """A whole number from 1 up, which may be a text, or auto."""
+def workers(flag: str, value: object) -> int | Literal["auto"] | None:
+    """A whole number from 1 up, which may be a text, or auto; nothing, as of a variable that is not set, is none."""
     if value == "auto":
         return "auto"
+    if value == "":
+        return None
     try:
         return count(flag, int(value) if isinstance(value, str) else value)
     except ValueError:

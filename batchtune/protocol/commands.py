@@ -101,7 +101,7 @@ class Opened(Message):
     def in_fp32(self, why: str) -> Self:
         """The same in the place of a half precision that nobody asked for, since the task does not train in that."""
         ((half, _), *_) = self.precision
-        return self.but(precision=(("fp32", f"not {half}, in which it does not train"),), instead=why)
+        return self.but(precision=(("fp32", f"not {half}, which the task refuses"),), instead=why)
 
     def training_steps(self, batch_size: int) -> int | None:
         """Optimizer steps of the user's own training, of which a batch is so large; None where that is not known."""

@@ -80,6 +80,8 @@ def test_that_line_has_what_to_choose_or_why_there_is_nothing():
     assert "176 is the largest micro-batch size that trains" in repr(documents.result("probe"))
     nothing = Result(kind="probe", status="failed", task=TASK, error=Failure(exit_code=3, message="it\nraised"))
     assert repr(nothing) == "<Result: probe of model.py, failed: it raised>"
+    probed = documents.result("probe").model_copy(update={"status": "failed", "error": nothing.error})
+    assert repr(probed) == f"<Result: probe of {probed.name}, failed: it raised; precision bf16>"
 
 
 def test_the_document_names_its_schema_and_version():

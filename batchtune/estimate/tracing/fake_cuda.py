@@ -7,7 +7,7 @@ import ctypes
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -29,6 +29,7 @@ from batchtune.estimate.tracing.without_data import place_outside_torch
 from batchtune.task.contract import is_users
 from batchtune.task.state import apply_to_fakes
 
+_AS_DEVICES = (str, torch.device)
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
 _VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
@@ -267,23 +268,24 @@ def precisions_supported() -> contextlib.ExitStack:
     return stack
 
 
-def chosen_devices_become_cuda(notes: list[Assumption]) -> bool:
-    """Makes a device that a file of the user's chose for itself at import the one it would be on a machine with a GPU.
+def chosen_at_import() -> list[tuple[ModuleType, str]]:
+    """Names in files of the user's that hold the CPU as a device: on a machine with a GPU, that may be another.
 
-    `DEVICE = "cuda" if torch.cuda.is_available() else "cpu"` is such.
-
-    Returns:
-        Whether there was one, which is noted.
+    `DEVICE = "cuda" if torch.cuda.is_available() else "cpu"` is such, where no GPU is to be seen.
     """
-    found, files = [], [(each, getattr(each, "__file__", None)) for each in [*sys.modules.values()]]
-    for module in [each for each, file in files if file and is_users(file)]:
-        for name, value in [*vars(module).items()]:
-            if isinstance(value, str | torch.device) and str(value) == "cpu":
-                setattr(module, name, type(value)("cuda"))
-                found.append(f"{module.__name__}.{name}")
-    if found:
-        notes.append(Assumption(f"{', '.join(sorted(set(found)))}: taken to be cuda, as where there is a GPU"))
-    return bool(found)
+    files = [(each, getattr(each, "__file__", None)) for each in [*sys.modules.values()]]
+    modules = {id(each): each for each, file in files if file and is_users(file)}.values()
+    names = [(module, name, value) for module in modules for name, value in vars(module).items()]
+    return [(module, name) for module, name, value in names if type(value) in _AS_DEVICES and str(value) == "cpu"]
+
+
+@contextlib.contextmanager
+def taken_to_be_cuda(chosen: Iterable[tuple[ModuleType, str]]) -> Iterator[None]:
+    """Within it, such names hold cuda."""
+    with contextlib.ExitStack() as stack:
+        for module, name in chosen:
+            stack.enter_context(mock.patch.object(module, name, type(getattr(module, name))("cuda")))
+        yield
 
 
 def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:

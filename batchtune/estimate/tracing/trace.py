@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -19,10 +20,11 @@ from batchtune.child.trainer import Trainer
 from batchtune.estimate.commands import Tracing
 from batchtune.estimate.memory.events import Assumption, Trace, Work, distributed, normalized
 from batchtune.estimate.tracing.fake_cuda import (
-    chosen_devices_become_cuda,
+    chosen_at_import,
     compilation_ignored,
     fake_cuda,
     precisions_supported,
+    taken_to_be_cuda,
 )
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError, naming_the_line
@@ -65,6 +67,7 @@ class Tracer:
         self.ops: set[str] = set()
         self._asked = asked
         self._reads_batch = False
+        self._chosen: list[tuple[ModuleType, str]] = []
         if asked.world_size > 1:
             text = f"{asked.strategy} on {asked.world_size} GPUs: by formulas; NCCL's own buffers are not in them"
             self.notes.append(Assumption(text))
@@ -112,9 +115,16 @@ class Tracer:
             try:
                 trace = self._traced(batch_size, length)
             except StepFailedError as failed:
-                if not failed.on_two_devices or not chosen_devices_become_cuda(self.notes):
+                self._chosen = chosen_at_import() if failed.on_two_devices and not self._chosen else []
+                if not self._chosen:
                     raise
-                trace = self._traced(batch_size, length)
+                try:
+                    trace = self._traced(batch_size, length)
+                except (CannotTraceError, StepFailedError):
+                    self._chosen = []
+                    raise failed from None
+                names = sorted({f"{module.__name__}.{name}" for module, name in self._chosen})
+                self.notes.append(Assumption(f"{', '.join(names)}: taken to be cuda, as where there is a GPU"))
         if self._asked.world_size > 1:
             trace = distributed(trace, self._asked.strategy, self._asked.world_size)
         self.ops |= trace.ops
@@ -123,14 +133,14 @@ class Tracer:
 
     def _traced(self, batch_size: int, length: Length | None) -> Trace:
         """With the batch's whole numbers known, from where on a step fails on what was assumed of them."""
-        known = (self._task, batch_size, self._asked.precision, self._asked.accumulation_steps)
+        known = partial(trace_step, self._task, batch_size, self._asked.precision, self._asked.accumulation_steps)
         if not self._reads_batch:
             try:
-                return trace_step(*known, length=length)
+                return known(length=length, chosen=self._chosen)
             except CannotTraceError as refusal:
                 if not refusal.after_assuming:
                     raise
-        trace = trace_step(*known, length=length, reads_batch=True)
+        trace = known(length=length, chosen=self._chosen, reads_batch=True)
         if not self._reads_batch:
             self._reads_batch = True
             self.notes.append(
@@ -148,6 +158,7 @@ def trace_step(
     *,
     length: Length | None = None,
     reads_batch: bool = False,
+    chosen: Sequence[tuple[ModuleType, str]] = (),
 ) -> Trace:
     """Two optimizer steps at one micro-batch size, recorded.
 
@@ -159,6 +170,7 @@ def trace_step(
         device: `cpu` traces what the CPU would allocate.
         length: of the inputs; None: of the longest.
         reads_batch: whether the values of whole numbers in the batch are known.
+        chosen: names of the user's code that hold cuda while the step is traced, and not while its batch is made.
 
     Raises:
         CannotTraceError: the step needs data.
@@ -171,7 +183,8 @@ def trace_step(
     try:
         with naming_the_line(trace, precision), fake_cuda() as mode:
             batch = _fake_batch(partial(task.worst_batch, length=length), batch_size, mode, keeps_numbers=reads_batch)
-            _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
+            with taken_to_be_cuda(chosen):
+                _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
             return normalized(trace)
     finally:
         gc.enable()

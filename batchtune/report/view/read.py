@@ -83,7 +83,7 @@ def view_of(result: Document) -> View:
 def in_short(result: Document) -> str:
     """What a result is of and what it comes to, in one line."""
     headline, problem = _headline(result), result.error.message if result.error else ""
-    told = f"{headline.figure} {headline.words}" if headline else problem or "nothing was measured yet"
+    told = problem or (f"{headline.figure} {headline.words}" if headline else "nothing was measured yet")
     choice = [f"{each.name} {each.text}" for each in (headline.choice if headline else ()) if each.name in _CHOSEN]
     line = f"{result.kind} of {result.name or result.task.path}, {result.status}: {'; '.join([told, *choice])}"
     line = " ".join(line.split())

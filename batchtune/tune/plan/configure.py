@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def _overrides_of(options: Mapping[str, Any]) -> list[str]:
     keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
     keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy", "workers": "workers"}
     keys |= {"storage": "storage", "executor": "executor", "ray_address": "ray.address"}
-    given = [f"{key}={options[name]}" for name, key in keys.items() if options.get(name)]
+    texts = {name: json.dumps(options[name]) for name in ("storage", "ray_address") if options.get(name)}  # as they are
+    given = [f"{key}={texts.get(name, options[name])}" for name, key in keys.items() if options.get(name)]
     if found := SOLVED.fullmatch(options.get("target") or ""):
         metric, sign, value = found.groups()
         goal = "minimize" if sign == "<" else "maximize"

@@ -163,16 +163,13 @@ class StudyBudget:
         if runs + self._searched() >= FEWEST_RUNS:
             return told
         unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"
-        is_known = self._history.best_seconds() or (self._is_told and not self.is_open)
-        enough = f"budget.total={self.enough()} should be enough" if is_known else self._at_least()
+        enough = f"budget.total={self.enough()} should be enough"
+        if not self._history.best_seconds() and (
+            self.is_open or not self._is_told
+        ):  # nor is it known how long runs are
+            most = f"budget.total={self.enough()} if each run takes all that it may"
+            enough = f"the first run shows what is enough, {most}"
         return f"{told}: too little for a search{unless}; {enough}"
-
-    def _at_least(self) -> str:
-        """What there is to say of a budget.total before a run has shown how long one takes, with its evaluations.
-
-        As long as a baseline may train for a share of budget.total, it trains longer in a larger one.
-        """
-        return f"the first run shows what is enough, budget.total={self.enough()} at the least"
 
     def _searched(self) -> int:
         """Runs of the search that need not be done again."""

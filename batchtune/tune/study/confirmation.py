@@ -65,7 +65,7 @@ class Confirmation:
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
         fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
         missing = [(params, seed) for seed in fresh for params in planned if (params, seed) not in done]
-        missing = self._with_baseline_first(missing, planned)
+        missing = _baseline_first(parts, missing, planned)
         at_once = len(parts.pool)
         while missing:
             if parts.budget.seconds_left() <= 0:
@@ -78,19 +78,6 @@ class Confirmation:
             missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
         return True
-
-    def _with_baseline_first(self, missing: list[_Run], planned: list[dict[str, Value]]) -> list[_Run]:
-        """Where the baseline lacks results that contenders have, it catches up with the one that has the most.
-
-        Nothing compares the two until then, however often others run. In a round that was interrupted it is the last.
-        """
-        parts, baseline = self._parts, self._parts.space.baseline
-        told = [trial for trial in parts.history.records() if trial.tells_of_fresh_seed]
-        ran = [parts.space.of(trial) for trial in told if trial.outcome not in WORTHLESS]
-        ours, *theirs = ran.count(baseline), *(ran.count(params) for params in planned if params != baseline)
-        is_behind = ours < max(min(theirs, default=0), max(theirs, default=0) - 1)
-        first = [each for each in missing if is_behind and each[0] == baseline][: max(theirs, default=0) - ours]
-        return first + [each for each in missing if each not in first]
 
     def _narrow(self, planned: list[dict[str, Value]]) -> list[dict[str, Value]]:
         """The baseline and as many contenders as are confirmed: the best by all runs, those that got there before."""
@@ -220,3 +207,16 @@ class Confirmation:
         kind, goal, expected = objective.kind, objective.goal, self._belief.expected()
         chosen = finalists(parts.history.records(), kind=kind, goal=goal, expected=expected)
         return [parts.space.of(trial) for trial in chosen]
+
+
+def _baseline_first(parts: StudyParts, missing: list[_Run], planned: list[dict[str, Value]]) -> list[_Run]:
+    """Where the baseline lacks results that contenders have, it catches up with the one that has the most.
+
+    Nothing compares the two until then, however often others run. In a round that was interrupted it is the last.
+    """
+    baseline, told = parts.space.baseline, [trial for trial in parts.history.records() if trial.tells_of_fresh_seed]
+    ran = [parts.space.of(trial) for trial in told if trial.outcome not in WORTHLESS]
+    ours, *theirs = ran.count(baseline), *(ran.count(params) for params in planned if params != baseline)
+    is_behind = ours < max(min(theirs, default=0), max(theirs, default=0) - 1)
+    first = [each for each in missing if is_behind and each[0] == baseline][: max(theirs, default=0) - ours]
+    return first + [each for each in missing if each not in first]

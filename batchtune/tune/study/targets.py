@@ -59,7 +59,7 @@ class Targets:
             self._study.set_user_attr("target", kept)
 
     def check(self, enough: str) -> None:
-        """Refuses a study in which nothing could be compared; `enough` is a budget.total to search in.
+        """Refuses a study in which nothing could be compared; `enough` is a budget.total that has room for more.
 
         Raises:
             NothingFitsError: the baseline could not be trained, or did not improve.
@@ -72,7 +72,8 @@ class Targets:
             known = "reached the target, as had no other run" if self._counted else "run to its end"
             shown = "shown a target" if self.is_automatic else known
             raise NothingFitsError(
-                f"{total} was used up before the baseline had {shown}; start again with budget.total={enough}"
+                f"{total} was used up before the baseline had {shown}; start again with budget.total={enough}, "
+                "whose first run shows what is enough"
             )
         if self._counted and not has_best and not history.finished("baseline"):
             failed = [trial for trial in history.records() if trial.role == "baseline" and trial.state == "fail"]

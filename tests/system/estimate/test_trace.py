@@ -85,6 +85,19 @@ def test_a_device_that_the_code_chose_where_it_saw_no_gpu_is_a_gpus(ask):
     assert "refused" not in plain
 
 
+def test_a_chosen_device_is_the_cpu_where_batches_are_made_and_where_it_does_not_help(ask):
+    chosen = """
+    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+    """
+    mlp = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 1024, device=DEVICE)")
+    loss = "return model(batch).square().mean()"
+    made = mlp.replace(loss, "return (model(batch) * torch.ones(1024, device=DEVICE)).square().mean()")
+    found = ask(chosen + made, memory_limit=200 << 20)
+    assert any("DEVICE: taken to be cuda" in note for note in found["gpus"][0]["notes"])
+    mixed = ask(chosen + mlp.replace(loss, "return (model(batch) * torch.ones(1024)).square().mean()"))
+    assert "tensors are on different devices, cuda:0 and cpu" in str(mixed)
+
+
 def test_weights_that_a_model_solves_for_when_it_is_made_are_traced(ask):
     solved = """
     class Spline(nn.Module):

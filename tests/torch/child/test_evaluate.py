@@ -91,6 +91,18 @@ class TestMeanLoss:
         assert metric_value(scores, "residual", 8) == pytest.approx(expected, rel=1e-5)
         assert all(held)
 
+    def test_gradients_that_an_evaluation_leaves_are_not_trained_with(self, trainer):
+        def attacked(model):
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            return {"loss": loss}
+
+        own = trainer(evaluate=attacked)
+        for before in (None, torch.ones_like(own.model.weight)):  # of accumulation under way
+            own.model.weight.grad = before
+            metric_value(own, "loss", 8)
+            assert own.model.weight.grad is before
+
     def test_an_error_of_another_kind_is_not_tried_again(self, trainer):
         calls = []
 

@@ -47,7 +47,9 @@ def test_where_runs_train_is_an_option_of_the_function_as_of_the_command():
     assert configure("config.yaml", workers="auto", storage=url).storage == url
     found = configure("config.yaml", workers="3", executor="ray", ray_address="auto")
     assert (found.workers, found.executor, found.ray.address) == (3, "ray", "auto")
-    assert configure("config.yaml", workers=2, storage="").workers == 2  # an empty one is of a variable that is not set
+    url = "sqlite:////tmp/a: my study #1.db"
+    unset = configure("config.yaml", workers="", storage=url)  # an empty one is of a variable that is not set
+    assert (unset.workers, unset.storage) == (1, url)
 
 
 @pytest.mark.parametrize(
