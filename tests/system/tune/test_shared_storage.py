@@ -226,7 +226,7 @@ def test_a_machine_that_has_nothing_left_to_do_waits_for_the_last_runs_of_the_ot
 
 
 def test_it_waits_no_longer_than_the_budget(opened):
-    keys = {"budget": {"run": 1.0, "total": 6.0, "trials": 2}, "confirm": "off"}
+    keys = {"budget": {"run": 1.0, "total": 12.0, "trials": 2}, "confirm": "off"}
     tuned = TuneStudy(law.plan(**keys), FakeCrew(law.LawWorker()), opened("silent"), Observer())
     study = tuned.parts.study
     study.enqueue_trial({"batch_size": 16, "learning_rate": 0.01}, user_attrs={"role": "search", "seed": 0})
