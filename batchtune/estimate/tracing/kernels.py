@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from batchtune.estimate.tracing import recurrent
 
@@ -226,3 +227,30 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if padding and mask.shape[-1] > 1:
         mask = torch.nn.functional.pad(mask, (0, padding))[..., : key.shape[-2]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _ctc(log_probs: Tensor, _: Tensor, __: object, targets: Sequence[int], *___: object) -> tuple[Tensor, Tensor]:
+    """What CTC makes where lengths are numbers, not tensors."""
+    frames, samples, _classes = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(targets) + 1)
+
+
+def _least_squares(matrix: Tensor, right: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution, residuals, rank and singular values, as the CPU's default method tells them of a model's first weights.
+
+    Raises:
+        NotImplementedError: on a GPU.
+    """
+    if matrix.device.type != "cpu":
+        raise NotImplementedError("what least squares take on a GPU is not known")
+    batch, columns = matrix.shape[:-2], matrix.shape[-1]
+    several = right.shape[-1:] if right.dim() == matrix.dim() else ()
+    nothing = right.new_empty(0)
+    return right.new_empty(*batch, columns, *several), nothing, matrix.new_empty(batch, dtype=torch.int64), nothing
+
+
+MADE_ALIKE: dict[OpOverload, Callable[..., tuple[Tensor, ...]]] = {
+    torch.ops.aten._ctc_loss.default: _ctc,  # noqa: SLF001
+    torch.ops.aten.linalg_lstsq.default: _least_squares,
+}
+"""Operators whose results have these sizes whatever the data; torch has no rule for them, or one that asks for data."""

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.errors import BatchtuneError, HalfPrecisionError, UserCodeError
 from batchtune.estimate.memory.events import Arguments, Assumption, Trace
+from batchtune.estimate.tracing.kernels import MADE_ALIKE
 from batchtune.task.contract import describe_user_error, short_path
 from batchtune.task.state import makes_room_only, written_to
 
@@ -58,32 +59,6 @@ _numpy = Tensor.numpy
 _PRINTED = re.compile(r"FakeTensor\(\.\.\., (?:device='cuda:0', )?")
 
 
-def _ctc(log_probs: Tensor, _: Tensor, __: object, targets: Sequence[int], *___: object) -> tuple[Tensor, Tensor]:
-    """What CTC makes where lengths are numbers, not tensors."""
-    frames, samples, _classes = log_probs.shape
-    return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(targets) + 1)
-
-
-def _least_squares(matrix: Tensor, right: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solution, residuals, rank and singular values, as the CPU's default method tells them of a model's first weights.
-
-    Raises:
-        NotImplementedError: on a GPU.
-    """
-    if matrix.device.type != "cpu":
-        raise NotImplementedError("what least squares take on a GPU is not known")
-    batch, columns = matrix.shape[:-2], matrix.shape[-1]
-    several = right.shape[-1:] if right.dim() == matrix.dim() else ()
-    nothing = right.new_empty(0)
-    return right.new_empty(*batch, columns, *several), nothing, matrix.new_empty(batch, dtype=torch.int64), nothing
-
-
-_MADE: dict[OpOverload, Callable[..., tuple[Tensor, ...]]] = {
-    aten._ctc_loss.default: _ctc,  # noqa: SLF001
-    aten.linalg_lstsq.default: _least_squares,
-}
-
-
 class Values:
     """Real values of small tensors that follow from no data.
 
@@ -99,8 +74,8 @@ class Values:
 
     def run(self, func: OpOverload, args: Arguments, kwargs: Mapping[str, object]) -> object:
         """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
-        if func in _MADE:
-            return _MADE[func](*args)
+        if func in MADE_ALIKE:
+            return MADE_ALIKE[func](*args)
         if func is aten.add_.Tensor and _layouts(args) == [torch.strided, torch.sparse_coo]:
             return args[0]  # add_out_dense_sparse_cuda in SparseCUDATensorMath.cu takes nothing
         if func is aten._coalesce.default:  # noqa: SLF001
