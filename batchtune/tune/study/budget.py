@@ -21,6 +21,7 @@ from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import SECONDS, cost_of
 from batchtune.units import counted, duration
 
+_FIRST_SHOWS = "the first run shows what is enough, "
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
 TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told what the rest is enough for
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline, or runs as long as each other, that nobody has limited
@@ -163,13 +164,9 @@ class StudyBudget:
         if runs + self._searched() >= FEWEST_RUNS:
             return told
         unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"
-        enough = f"budget.total={self.enough()} should be enough"
-        if not self._history.best_seconds() and (
-            self.is_open or not self._is_told
-        ):  # nor is it known how long runs are
-            most = f"budget.total={self.enough()} if each run takes all that it may"
-            enough = f"the first run shows what is enough, {most}"
-        return f"{told}: too little for a search{unless}; {enough}"
+        is_known = self._history.best_seconds() or (self._is_told and not self.is_open)  # how long runs are
+        first, most = ("", "should be enough") if is_known else (_FIRST_SHOWS, "if each run takes all that it may")
+        return f"{told}: too little for a search{unless}; {first}budget.total={self.enough()} {most}"
 
     def _searched(self) -> int:
         """Runs of the search that need not be done again."""

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from fakes import opened
+from fixtures.tracing import TASK
 
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError
@@ -23,19 +24,6 @@ FACTS = {
     "memory_limit_bytes": 20 * GIB,
     "environment": {"device": "NVIDIA A100-SXM4-80GB"},
 }
-TASK = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-
-def make_batch(size):
-    return torch.randn(size, 64, 1024)
-
-def compute_loss(model, batch):
-    return model(batch).square().mean()
-"""
 
 
 @pytest.fixture(autouse=True)

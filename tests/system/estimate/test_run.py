@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
+from fixtures.tracing import TASK
 
 from batchtune.errors import UsageError
 from batchtune.estimate import run as estimating
@@ -17,19 +18,6 @@ from batchtune.estimate.run import choose, samples_per_second
 
 GIB = 1 << 30
 estimate_task = partial(estimating.estimate_task, timeout=60.0)
-TASK = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-
-def make_batch(size):
-    return torch.randn(size, 64, 1024)
-
-def compute_loss(model, batch):
-    return model(batch).square().mean()
-"""
 DEEP = (
     TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
     .replace("4096, 1024))", "4096, 1024)) for _ in range(4)])")

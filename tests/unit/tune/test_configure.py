@@ -52,22 +52,6 @@ def test_where_runs_train_is_an_option_of_the_function_as_of_the_command():
     assert (unset.workers, unset.storage) == (1, url)
 
 
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ({"workers": "all"}, "workers=all: write a number from 1 up, or auto: as many as there are devices"),
-        ({"workers": 0}, "workers=0: must be at least 1"),
-        ({"workers": 1.5}, "workers=1.5: must be an int, not a float"),
-        ({"executor": "slurm"}, "executor=slurm: unknown; use local or ray"),
-        ({"storage": 5432}, "storage=5432: must be a text, not an int"),
-    ],
-)
-def test_where_runs_cannot_train_is_refused_in_the_words_of_the_caller(option, told):
-    with pytest.raises(UsageError) as refused:
-        batchtune.tune("config.yaml", **option)
-    assert str(refused.value) == told
-
-
 def test_a_run_folder_that_was_copied_changes_no_other():
     folder = RunFolder("a", Path("runs"))
     folder.path.mkdir(parents=True)
@@ -118,6 +102,11 @@ def test_a_target_says_metric_direction_and_value(target, goal):
         ({"lr": "fast"}, "--lr fast: must be a number greater than 0, for example 1e-3"),
         ({"lr": 0.0}, "--lr 0.0: must be a number"),
         ({"budget": "soon"}, "--budget: 'soon' is not a duration"),
+        ({"workers": "all"}, "--workers all: write a number from 1 up, or auto: as many as there are devices"),
+        ({"workers": 0}, "--workers 0: must be at least 1"),
+        ({"workers": 1.5}, "--workers 1.5: must be an int, not a float"),
+        ({"executor": "slurm"}, "--executor slurm: unknown; use local or ray"),
+        ({"storage": 5432}, "--storage 5432: must be a text, not an int"),
         ({"strategy": "fsdp"}, "'ranks.strategy=fsdp': ranks: strategy fsdp: there is nothing to share on one rank"),
         ({"save_config": "missing/tune.yaml"}, "--save-config missing/tune.yaml: cannot be written: No such file"),
     ],
