@@ -125,8 +125,8 @@ def _lay_over(document: dict[str, object], origins: dict[str, str], settings: li
         for parent in parents:
             section[parent] = section = below if isinstance(below := section.get(parent), dict) else {}
         section[leaf] = value
-        for stale in [known for known in origins if known.startswith(f"{key}.")]:
-            del origins[stale]
+        for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+            del origins[stale]  # its own, too: what is laid over stands last, as `_where` looks for it
         origins[key] = origin
     return problems
 

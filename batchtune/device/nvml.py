@@ -171,7 +171,7 @@ class Readings:
         """Means over the stretch (memory: the highest), under the names of the result document."""
         found: dict[str, Any] = {name: statistics.fmean(values) for name, values in self.samples.items()}
         if "memory_used_bytes" in found:
-            found["memory_used_bytes"] = int(max(self.samples["memory_used_bytes"]))
+            found["memory_used_bytes"] = max(self.samples["memory_used_bytes"])
         if masks := self.throttle_masks:
             seen = {name: sum(bool(mask & bit) for mask in masks) for bit, name in _THROTTLE_REASONS.items()}
             least = max(1, _COUNTS_FROM * len(masks))
@@ -217,7 +217,7 @@ class Sensors:
             "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         }
         found = ((name, told(sensor)) for name, sensor in sensors.items())
-        return {name: float(value) for name, value in found if value is not None}
+        return {name: value for name, value in found if value is not None}
 
     def throttle_mask(self) -> int | None:
         """Why the clocks are held back now, as NVML's bits; None where the device does not tell."""

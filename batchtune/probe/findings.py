@@ -32,6 +32,7 @@ _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp t
 _SIZE_ITSELF = re.compile(r" at batch size [\d,]+|\(\d+(?=x\d+ and \d+x\d+\))")
 _OF_CODE = re.compile(r" raised (Name|Attribute|Import|ModuleNotFound|Type|Key|Syntax|UnboundLocal)Error\b")
 _OF_BATCHES = re.compile(r" raised AssertionError\b|\bbatch(es)?\b|\b(divisible|multiple)\b|\bout of range\b")
+_SMALLER = "smaller sizes were not asked for: lower --min and --multiple-of, or batch_size.multiple_of"
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
     "inference oom": "use a smaller model, a lower precision or a larger --memory-limit",
@@ -207,6 +208,7 @@ class Findings:
         when = f" after {first.steps:,} steps of the final check" if first.purpose == "verify" else ""
         ended = f"batch size {first.batch_size:,} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self.limit))
+        remedy = f"{_SMALLER}, or {remedy}" if first.batch_size > 1 and not reasons else remedy
         return NothingFitsError(f"nothing fits{limit}: {ended}{leak}; {remedy}")
 
 

@@ -48,6 +48,7 @@ def test_the_card_and_its_sensors_are_those_of_the_name_that_the_user_gave(monke
     assert found["environment"]["device"] == name
     assert [process["pid"] for process in found["environment"]["other_processes"]] == others
     assert found["sensors"]["memory_used_bytes"] >= len(others) * GiB
+    assert isinstance(found["sensors"]["memory_used_bytes"], int)
 
 
 @pytest.mark.parametrize("which", [None, 0, 1])

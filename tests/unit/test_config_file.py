@@ -237,6 +237,10 @@ class TestProblems:
         assert problems("task: m.py\nbatch_size:\n  max: 32", "batch_size.min=64") == [
             "'batch_size.min=64': batch_size: min 64 is greater than max 32; swap them or raise max"
         ]
+        file = "task: m.py\nbudget: {run: 8s, total: 100s, trials: 12}"  # which has keys after that one
+        assert problems(file, "budget.total=5s") == [
+            "'budget.total=5s': budget: run 8 s is longer than total 5 s; raise total"
+        ]
         assert problems("task: m.py", BATCHTUNE_SEED="x")[0].startswith(
             "BATCHTUNE_SEED: seed: should be a valid integer"
         )

@@ -63,7 +63,7 @@ def configure(
         if Path(save_config).is_dir():
             raise UsageError(f"--save-config {save_config}: is a folder; name a file, e.g. config.yaml")
         if _is_read(Path(save_config), given):
-            why = "is a file of code, or what this study is read from; name another, e.g. config.yaml"
+            why = "is a file of code, or what this study is read from; name another that is not there yet"
             raise UsageError(f"--save-config {save_config}: {why}")
         try:
             write_atomically(Path(save_config), _as_file(config, told))

@@ -424,6 +424,12 @@ class TestFailures:
         assert f"nothing fits within 64 MiB: batch size 4 ended in {outcome} (" in str(raised.value)
         assert words in str(raised.value)
 
+    @pytest.mark.parametrize(("bounds", "said"), [({"minimum": 4}, True), ({"multiple_of": 8}, True), ({}, False)])
+    def test_where_smaller_sizes_were_not_asked_for_that_is_the_first_remedy(self, bounds, said):
+        with pytest.raises(NothingFitsError) as raised:
+            probe(ScriptedWorker(lambda _: "oom"), **bounds).run()
+        assert ("smaller sizes were not asked for: lower --min and --multiple-of" in str(raised.value)) == said
+
     def test_memory_that_is_full_after_the_same_steps_at_any_size_is_kept_by_the_task(self):
         found = probe(ScriptedWorker(up_to(700), up_to(0), failed_steps=3))
         with pytest.raises(NothingFitsError) as raised:

@@ -124,7 +124,7 @@ def test_what_an_option_cannot_be_is_told_with_what_to_type(options, words):
 def test_what_a_study_is_read_from_is_not_written_over(given, file):
     before = Path(file.format(Path.cwd().name)).read_text()
     with pytest.raises(
-        UsageError, match=r"^--save-config .*: is a file of code, or what this study is read from; name another"
+        UsageError, match=r"^--save-config .*: is a file of code, or what this study is read from; name another that"
     ):
         configure(given, batch_size=32, lr=1e-3, save_config=file.format(Path.cwd().name))
     assert Path(file.format(Path.cwd().name)).read_text() == before
