@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MAX_BYTES = 128 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
+_NAME = "name a run, its folder or its result.json"
 _MAX_BYTES_OF_A_PIPE = 64 << 20  # which does not say how long it is
 
 ROOT = Path(".batchtune")
@@ -165,10 +166,12 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: not a JSON document ({str(error)[:100]})") from None
+        raise UsageError(f"{file}: not a JSON document ({str(error)[:100]}); {_NAME}") from None
     name, _, version = str(document.get("schema", "") if isinstance(document, dict) else "").partition("/")
     if name != "batchtune.result":
-        raise UsageError(f"{file}: not a batchtune result (its 'schema' is not batchtune.result/{SCHEMA_VERSION})")
+        raise UsageError(
+            f"{file}: not a batchtune result (its 'schema' is not batchtune.result/{SCHEMA_VERSION}); {_NAME}"
+        )
     number = int(version[:9]) if version.isascii() and version.isdigit() else 0
     if number > SCHEMA_VERSION:
         raise UsageError(

@@ -19,6 +19,7 @@ from batchtune.protocol.commands import Opened, OpenTask, TimeLoader, TimeSteps,
 from batchtune.protocol.messages import AnyCommand, Json, Message
 
 FOLLOWING_SECONDS = 120.0  # in which the processes that the user's own launcher started join a group
+RANKS_A_PROCESSOR = 16  # that may share one: each is a process with torch in it, and too many take all memory
 MOST_DEVICES = 16  # whose groups are all looked at, to find those closest to one another
 Apart: TypeAlias = tuple[int, int]  # of a group, or of all: the most that two of its devices are apart, and all pairs'
 
@@ -115,10 +116,13 @@ def world_size_here(nproc_per_node: int) -> int:
     """How many ranks a probe is of: so many as are asked for, or inside of torchrun all that it has started.
 
     Raises:
-        UsageError: another number than those is asked for.
+        UsageError: another number than those is asked for, or one that no machine like this can start.
     """
     torchrun = TorchrunEnv.from_environment()
     if torchrun is None:
+        if nproc_per_node > (most := RANKS_A_PROCESSOR * processors()):
+            told = f"more than the {most} ranks that may share the {processors()} processors here; name fewer"
+            raise UsageError(f"--nproc-per-node {nproc_per_node}: {told}")
         return nproc_per_node
     if nproc_per_node not in {1, torchrun.world_size}:
         raise UsageError(

@@ -151,14 +151,14 @@ def test_a_schema_that_never_was_is_refused(written, version):
 @pytest.mark.parametrize("content", ["[]", "3", "{}", '{"schema": "other/1"}', '{"schema": 1}', "null"])
 def test_another_json_file_is_no_result(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(UsageError, match="not a batchtune result"):
+    with pytest.raises(UsageError, match=r"not a batchtune result .*; name a run"):
         load_result(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "binary", "deep"])
 def test_what_is_no_json_is_named(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UsageError, match="not a JSON document"):
+    with pytest.raises(UsageError, match=r"not a JSON document .*; name a run, its folder or its result\.json"):
         load_result(tmp_path / "x.json")
 
 

@@ -143,6 +143,9 @@ class Confirmation:
             parts.observer.note(f"they could not be, so that what each run took counts: {error}")
             return
         paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
+        if paces is None:
+            parts.observer.note("the machine was too busy for that, so that what each run took counts")
+            return
         others = [[params, pace] for params, pace in known if params not in planned]
         parts.study.set_user_attr(IN_TURN, [*zip(planned, paces, strict=True), *others])
 

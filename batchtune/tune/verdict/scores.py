@@ -18,6 +18,7 @@ Expected = Mapping[Configuration, float]  # logarithm of what a configuration co
 CONFIDENCE = 0.9
 STEADY = 1.05  # times as long, or less, is no sign of other programs
 _LEAST = 1e-9  # what has a logarithm
+_PACES_APART = 0.1  # standard error of the logarithm of a ratio; that of a few seeds is about as large
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +149,12 @@ def is_disturbed(trials: Sequence[Trial]) -> bool:
     return slowdown(trials) > STEADY or any(max(each) > STEADY * min(each) for each in paces.values())
 
 
-def comparable_paces(rounds: Sequence[Sequence[float]], known: Sequence[float | None]) -> list[float]:
+def comparable_paces(rounds: Sequence[Sequence[float]], known: Sequence[float | None]) -> list[float] | None:
     """Seconds of a step of several configurations that compare with one another, of steps that were timed in turn.
 
     The quieter half of the rounds counts. Where runs have shown that the machine can be faster, all are as much faster:
-    by the one of which that is known best.
+    by the one of which that is known best. None where even those rounds disagree about how the configurations compare:
+    an interval over seeds does not have that error.
 
     Args:
         rounds: seconds of a step of each.
@@ -161,6 +163,10 @@ def comparable_paces(rounds: Sequence[Sequence[float]], known: Sequence[float | 
     least = [min(each) for each in zip(*rounds, strict=True)]
     noise = [sum(taken / best for taken, best in zip(each, least, strict=True)) for each in rounds]
     quiet = [rounds[index] for index in sorted(range(len(rounds)), key=noise.__getitem__)[: -(-len(rounds) // 2)]]
+    for times in zip(*quiet, strict=True):
+        ratios = [math.log(own / last) for own, (*_, last) in zip(times, quiet, strict=True)]
+        if statistics.stdev(ratios) / math.sqrt(len(ratios)) > _PACES_APART:
+            return None
     paces = [statistics.fmean(each) for each in zip(*quiet, strict=True)]
     faster = [before / now for before, now in zip(known, paces, strict=True) if before is not None]
     return [min([1.0, *faster]) * each for each in paces]

@@ -63,6 +63,14 @@ class TestGroups:
         RankLauncher(2, "ddp").start()
         assert [each["OMP_NUM_THREADS"] for each in started] == ["3"]
 
+    def test_more_than_the_machine_could_start_are_refused_before_one_is(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)), raising=False)
+        assert ranks.world_size_here(32) == 32
+        with pytest.raises(
+            UsageError, match="--nproc-per-node 99999: more than the 32 ranks that may share the 2 proc"
+        ):
+            ranks.world_size_here(99999)
+
 
 class TestAssignment:
     def test_each_has_the_device_of_its_number(self):

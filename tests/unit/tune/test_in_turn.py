@@ -10,6 +10,7 @@ from fakes import FakeCrew
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
+from batchtune.protocol.commands import TimeInTurn
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.scores import at_pace, comparable_paces, is_disturbed
 
@@ -98,6 +99,18 @@ def test_what_does_not_fit_beside_the_other_is_compared_by_its_runs(outcome):
     assert any("no room for both" in note for note in notes)
 
 
+def test_where_not_even_steps_in_turn_compare_it_is_compared_by_its_runs():
+    class Shaken(Spells):
+        def call(self, command, **how):
+            is_in_turn = isinstance(command, TimeInTurn)
+            return ((1.0, 2.0), (9.0, 1.0), (1.0, 8.0)) if is_in_turn else super().call(command, **how)
+
+    found, notes = answer(Shaken())
+    assert found.speedup_over_baseline.median == pytest.approx(true_gain(found) / SLOW, rel=0.1)
+    assert not found.timed_in_turn
+    assert any("too busy for that" in note for note in notes)
+
+
 def test_a_resumed_study_does_not_time_them_again():
     worker, storage = Spells(), optuna.storages.InMemoryStorage()
     plan = law.plan(sizes=(128,), baseline=BASELINE, budget=Budget(run=120.0, total=3600.0, trials=10))
@@ -111,6 +124,10 @@ class TestPaces:
     def test_a_spell_in_some_rounds_leaves_the_ratio_as_it_is(self):
         rounds = [(1.0, 2.0), (1.7, 3.4), (1.7, 2.0), (1.0, 2.0), (1.0, 3.4), (1.0, 2.0)]
         assert comparable_paces(rounds, [None, None]) == [1.0, 2.0]
+
+    def test_rounds_that_disagree_about_the_ratio_tell_none(self):
+        rounds = [(1.0, 2.0), (5.0, 1.9), (1.1, 9.0), (4.0, 2.0), (1.0, 8.0), (3.0, 2.5)]
+        assert comparable_paces(rounds, [None, None]) is None
 
     def test_a_spell_that_lasts_is_taken_out_of_all_by_what_is_known(self):
         assert comparable_paces([(3.0, 6.0)] * 4, [1.0, None]) == [1.0, 2.0]
