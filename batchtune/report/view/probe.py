@@ -19,7 +19,7 @@ from batchtune.report.view.model import (
     seconds,
     shares,
 )
-from batchtune.report.view.select import fastest, peak_of
+from batchtune.report.view.select import fastest, peak_of, used_by_others
 from batchtune.report.view.words import (
     OUTCOMES,
     certificate,
@@ -53,7 +53,8 @@ def headline(probe: ProbeResult) -> Headline:
     choice = [Fact("precision", probe.precision)]
     best, fit = fastest(probe), probe.throughput_fit
     if best is not None:
-        choice.append(Fact("best speed", f"{number(best.samples_per_second)} samples/s at batch {best.batch_size:,}"))
+        speed = f"{'≥ ' if used_by_others(best) else ''}{number(best.samples_per_second)} samples/s"
+        choice.append(Fact("best speed", f"{speed} at batch {best.batch_size:,}"))
         near = fit.batch_size_within_5_percent if fit else None
         choice += [Fact("within 5% of it", f"from batch {near:,}")] if near not in {None, best.batch_size} else []
     what = "inference batch size, not one to train with" if probe.inference else "micro-batch size that trains"
@@ -121,6 +122,7 @@ def throughput(probe: ProbeResult) -> Table:
         numbers("power", [point.power_watts for point in points], unit="W", spare=4),
         numbers("°C", [point.temperature_celsius for point in points], spare=6),
         numbers("J/sample", [point.joules_per_sample for point in points], spare=5),
+        shares("other programs", [used_by_others(point) for point in points], spare=4),
         Column("held back by", [", ".join(each.throttle_reasons or []) for each in points], spare=4, wraps=True),
     ]
     return Table(f"{'inference ' if probe.inference else ''}throughput at {probe.precision}", columns, summary=True)

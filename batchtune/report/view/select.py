@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchtune.device.host import BUSY
 from batchtune.document import Attempt, Document, ProbeResult, ThroughputPoint, Trial
 from batchtune.units import LEAST_PEAK
 
@@ -26,6 +27,12 @@ def chosen_probe(result: Document) -> ProbeResult | None:
 def fastest(probe: ProbeResult) -> ThroughputPoint | None:
     """Where the most samples a second were measured."""
     return max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
+
+
+def used_by_others(point: ThroughputPoint) -> float | None:
+    """The share of processors that slowed these steps, or may have: then they are no slower than shown."""
+    share = point.processors_used_by_others
+    return None if share is None or share < BUSY else share
 
 
 def ran(result: Document) -> list[Trial]:

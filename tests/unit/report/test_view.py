@@ -14,11 +14,13 @@ from batchtune.config.probe import typed_options
 from batchtune.document import ProbeResult
 from batchtune.report.formats import to_markdown
 from batchtune.report.terminal import render
+from batchtune.report.view import probe as probe_view
 from batchtune.report.view.model import Column, Table, byte_sizes, counts, numbers
 from batchtune.report.view.read import view_of
 from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
 from batchtune.report.view.words import certificate, certificate_facts
 from batchtune.result import Result
+from batchtune.units import number
 
 
 class Cells(HTMLParser):
@@ -189,3 +191,16 @@ def test_what_a_probe_says_to_run_next_asks_for_the_same_in_words_that_tune_take
     found |= {"device": config.device}
     usual = {"precision": "auto", "memory.limit": None, "memory.margin": 0.05, "device": "auto"}
     assert found == usual | keys
+
+
+@pytest.mark.parametrize(("others", "sign", "cell"), [(0.41, "≥ ", "41%"), (0.05, "", None), (None, "", None)])
+def test_a_speed_beside_other_programs_is_a_least_one(others, sign, cell):
+    made = probed()
+    fastest = max(made["throughput"], key=lambda point: point["samples_per_second"])
+    fastest["processors_used_by_others"] = others
+    found = ProbeResult(**made)
+    choice = {fact.name: fact.text for fact in probe_view.headline(found).choice}
+    speed = f"{number(fastest['samples_per_second'])} samples/s at batch {fastest['batch_size']}"
+    assert choice["best speed"] == sign + speed
+    cells = {column.name: column.cells for column in probe_view.throughput(found).columns}.get("other programs")
+    assert cells == (cell and [cell if point is fastest else "-" for point in made["throughput"]])

@@ -60,17 +60,19 @@ def test_a_resumed_study_that_is_interrupted_while_it_is_read_can_still_be_read(
 X = {"x": optuna.distributions.FloatDistribution(0, 1)}
 
 
-def machines(folder, count=2):
-    """A study as so many machines see it, and as Optuna does by itself."""
-    url = f"sqlite:///{folder}/study.db"
-    own = optuna.create_study(study_name="shared", storage=url)
-    seen = [SharedStorage(optuna.storages.RDBStorage(url)) for _ in range(count)]
-    return own, [optuna.load_study(study_name="shared", storage=each) for each in seen]
+@pytest.fixture
+def machines(tmp_path):
+    """A study as two machines see it, and as Optuna does by itself; their connections end with the test."""
+    databases = [optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db") for _ in range(3)]
+    own = optuna.create_study(study_name="shared", storage=databases[0])
+    yield own, [optuna.load_study(study_name="shared", storage=SharedStorage(each)) for each in databases[1:]]
+    for each in databases:
+        each.engine.dispose()
 
 
-def test_what_others_do_in_a_shared_study_is_seen_but_for_evaluations_under_way(tmp_path, monkeypatch):
+def test_what_others_do_in_a_shared_study_is_seen_but_for_evaluations_under_way(machines, monkeypatch):
     monkeypatch.setattr(storages, "STARTING_SECONDS", -1.0)  # each run is read once, and then at its end
-    own, studies = machines(tmp_path)
+    own, studies = machines
     random, under_way, states = np.random.default_rng(0), [], set()
     for number in range(40):
         study = studies[random.integers(len(studies))]
@@ -95,8 +97,8 @@ def test_what_others_do_in_a_shared_study_is_seen_but_for_evaluations_under_way(
     assert states == {"WAITING", "RUNNING", "COMPLETE", "FAIL"}
 
 
-def test_what_a_run_that_has_just_begun_tries_is_seen_though_it_was_read_before_that_was_written(tmp_path):
-    _, (here, there) = machines(tmp_path)
+def test_what_a_run_that_has_just_begun_tries_is_seen_though_it_was_read_before_that_was_written(machines):
+    _, (here, there) = machines
     trial = there.ask()
     assert here.get_trials()[0].params == {}
     trial.suggest_float("x", 0, 1)
@@ -106,9 +108,9 @@ def test_what_a_run_that_has_just_begun_tries_is_seen_though_it_was_read_before_
     assert seen.user_attrs == {"role": "search"}
 
 
-def test_evaluations_of_others_are_not_read_again_and_again(tmp_path, monkeypatch):
+def test_evaluations_of_others_are_not_read_again_and_again(machines, monkeypatch):
     monkeypatch.setattr(storages, "STARTING_SECONDS", 0.0)
-    _, (here, there) = machines(tmp_path)
+    _, (here, there) = machines
     trial = there.ask(X)
     for step in range(5):
         trial.report(1.0, step)
