@@ -19,6 +19,7 @@ from batchtune.document import GradientClipping
 from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import offers, takes
 from batchtune.task.optimizers import STEPS_PER_EPOCH, Optimizers, TaskOptimizers
+from batchtune.task.own_loader import WHOLE
 from batchtune.vocabulary import Purpose
 
 NAMES = {
@@ -103,8 +104,9 @@ class Task(TaskOptimizers):
         self._need("val_dataset", "evaluate")
         if self.has("train_step") and not self.has("compute_loss"):
             self._need("evaluate")
-        if self.train_size() == 1:
-            raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
+        if self.train_size() == 1 and not self.has("batch_size_of"):
+            whole = f"where it is a whole graph, say so: {WHOLE}"
+            raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose; {whole}")
         if not self.has("evaluate"):
             self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
 

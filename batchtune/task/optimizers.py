@@ -103,6 +103,14 @@ def several(given: object) -> Iterator[Any]:
     yield from given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else (given,)
 
 
+def _unwrap(given: object) -> str:
+    """What to do with an object of the user's that steps an optimizer and sets its rates, such as a NoamOpt."""
+    name = next((name for name, each in getattr(given, "__dict__", {}).items() if isinstance(each, Optimizer)), None)
+    if name is None:
+        return ""
+    return f"; return its {name}, and the learning rates that it sets from build_scheduler(optimizer, total_steps)"
+
+
 class TaskOptimizers(TaskLengths):
     """The optimizers and schedulers behind the names of the contract."""
 
@@ -126,7 +134,7 @@ class TaskOptimizers(TaskLengths):
                 what = kind_of(given) if each is given or not found else f"{kind_of(given)} with {kind_of(each)} in it"
                 raise UserCodeError(
                     f"{self.where}: build_optimizer returned {what}, not a torch.optim.Optimizer or a list or dict of "
-                    "them"
+                    f"them{_unwrap(each)}"
                 )
             if needs_closure(each) and not self.has("train_step"):
                 raise UserCodeError(

@@ -12,7 +12,8 @@ from batchtune.errors import EpochTooShortError, UserCodeError
 from batchtune.task.samples import lengths_in, tensor_bytes
 
 _AS_ASKED = "its batches must be as large as asked for"
-_WHOLE = "def batch_size_of(batch): return 1"
+WHOLE = "def batch_size_of(batch): return 1"
+"""What a task says where each batch is one sample, as a whole graph."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class OwnLoader:
             size = self.count(found)
             raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
         is_whole = set(lengths_in(found)) == self._lengths(1)
-        whole = f" by its argument, or where each is one sample, as a whole graph: {_WHOLE}" if is_whole else ""
+        whole = f" by its argument, or where each is one sample, as a whole graph: {WHOLE}" if is_whole else ""
         raise UserCodeError(f"{asked} yields batches of another size; {_AS_ASKED}{whole}")
 
     def _most_in_epoch(self, below: int) -> int:

@@ -18,6 +18,14 @@ _BYTES = ""  # among the sizes of a sample, that of all of it
 _MUCH_BYTES, _MOSTLY = 16 << 20, 0.5  # in memory, and as a share of what came
 _ENOUGH_SAMPLES = 16  # to tell it from what a library takes once
 _NEXT_QUANTILE = 1.3  # times as many samples are larger
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_HELD_BY = {  # a sparse tensor's dense ones, by its layout
+    "torch.sparse_coo": ("_indices", "_values"),
+    "torch.sparse_csr": _BY_ROW,
+    "torch.sparse_bsr": _BY_ROW,
+    "torch.sparse_csc": _BY_COLUMN,
+    "torch.sparse_bsc": _BY_COLUMN,
+}
 
 
 def find_largest(
@@ -156,7 +164,8 @@ def lengths_in(value: object, name: str = "") -> Iterator[tuple[str, int]]:
 def tensor_bytes(value: object) -> int:
     """Bytes of the tensors in a sample or batch of nested lists, tuples, dicts and objects made of such.
 
-    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
+    Arrays count by their nbytes, sparse tensors by what they hold, numbers (a tokenizer's lists of them) as what torch
+    makes of them.
     """
     parts = _parts(value)
     if parts is not None:
@@ -169,7 +178,8 @@ def tensor_bytes(value: object) -> int:
         return len(value)
     if isinstance(value, int | float):
         return 8
-    return int(getattr(value, "nbytes", 0))
+    held = _HELD_BY.get(str(getattr(value, "layout", "")))  # whose nbytes torch refuses, or gives as of a dense one
+    return sum(tensor_bytes(getattr(value, name)()) for name in held) if held else int(getattr(value, "nbytes", 0))
 
 
 def _parts(value: object) -> Mapping[Any, Any] | None:

@@ -142,10 +142,11 @@ def named(restore: Any) -> list[Stateful]:
 class KeptState(contextlib.AbstractContextManager["KeptState"]):
     """Gives what is trained within its block the state back that it had before, from a copy in the host's memory.
 
-    Of an optimizer its parameters, too.
+    Of an optimizer its parameters, too, and what an optimizer holds that it steps by, as SAM and Lookahead do.
     """
 
     def __init__(self, objects: Sequence[Stateful]) -> None:
+        objects = _with_held(objects)
         modules = [module for each in objects if isinstance(each, nn.Module) for module in each.modules()]
         self._modes = [(module, module.training) for module in modules]
         own = {id(each): each for module in modules for each in module.parameters(recurse=False)}
@@ -153,6 +154,7 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
         held = {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
         self._loose = [(each, _on_host(each)) for key, each in held.items() if key not in own]
         self._gradients = [(each, _on_host(each.grad)) for each in (own | held).values()]
+        self._shared = [(each, each.state, each.param_groups) for each in optimizers]
         self._states = [(each, io.BytesIO()) for each in objects]
         for each, file in self._states:
             torch.save(each.state_dict(), file)
@@ -172,8 +174,37 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
             except Exception as error:  # noqa: BLE001 - of the user's own class; the answer stands
                 text = f"{type(each).__name__} did not take its first state back: {error}"
                 warnings.warn(f"find_batch_size: {text}", stacklevel=4)
+        for optimizer, state, groups in self._shared:
+            _put_into(optimizer, state, groups)
         for module, is_training in self._modes:
             module.training = is_training
+
+
+def _with_held(objects: Sequence[Stateful]) -> list[Stateful]:
+    """The same and, after each optimizer, those among its attributes whose state is not its own."""
+    found: list[Stateful] = []
+    waiting = list(reversed(objects))
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in found):
+            continue
+        found.append(each)
+        if isinstance(each, torch.optim.Optimizer):
+            held = [one for one in vars(each).values() if isinstance(one, torch.optim.Optimizer)]
+            waiting += [one for one in held if one.state is not each.state]
+    return found
+
+
+def _put_into(optimizer: torch.optim.Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    """Gives an optimizer its dicts back with what was loaded, which makes new ones: others may look at the same."""
+    if optimizer.state is not state:
+        loaded = dict(optimizer.state)
+        state.clear()
+        state.update(loaded)
+        optimizer.state = state  # type: ignore[assignment]  # a defaultdict
+    for group, new in zip(groups, optimizer.param_groups, strict=False):
+        group.update(new)
+    optimizer.param_groups = groups
 
 
 def _on_host(tensor: Tensor | None) -> Tensor | None:

@@ -305,6 +305,21 @@ class Net(torch.nn.Module):
         return self.out(self.norm(rows)).square().mean()
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that has another one step, and gives away its own state alone, as SAM does."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(inner.param_groups, {"lr": 0.1})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
 class TestWhatAStepTrains:
     """It begins its training after the search as it would have without."""
 
@@ -369,6 +384,18 @@ class TestWhatAStepTrains:
         before = self.state(trained)
         assert batchtune.find_batch_size(step, **SEARCH) == 8
         assert_close(self.state(trained), before)
+
+    @pytest.mark.parametrize("is_named", [False, True])
+    def test_so_has_an_optimizer_that_another_steps_by(self, trained, is_named):
+        model, inner, scheduler, loose = trained
+        outer = Wrapping(inner)
+        before = self.state(trained)
+        step = self.step_of((model, outer, scheduler, loose))
+        named = {"restore": (model, outer, scheduler)} if is_named else {}
+        assert batchtune.find_batch_size(step, **SEARCH, **named) == 8
+        assert_close(self.state(trained), before)
+        assert outer.param_groups is inner.param_groups  # a schedule of one goes on to reach the other
+        assert scheduler.optimizer.param_groups is inner.param_groups
 
     def test_unless_it_is_not_to_be(self, trained):
         before = trained[0].out.weight.clone()

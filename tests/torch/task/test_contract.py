@@ -15,6 +15,8 @@ from batchtune.task.load import load_task
 from batchtune.task.optimizers import Optimizers
 from batchtune.task.own_loader import OwnLoader
 
+WEIGHT = nn.Parameter(torch.zeros(1))
+
 
 def task_of(**functions: object) -> Task:
     return Task(
@@ -72,13 +74,14 @@ class TestRequirements:
             ({"train_dataset": lambda: points(9), "evaluate": len}, "tune"),
             ({"train_dataset": lambda: points(9), "val_dataset": lambda: points(1)}, "tune"),
             ({"train_dataset": lambda: Stream(9), "evaluate": len}, "tune"),
+            ({"train_dataset": lambda: points(1), "evaluate": len, "batch_size_of": lambda _batch: 1}, "tune"),
         ],
     )
     def test_what_suffices_suffices(self, functions, purpose):
         task_of(**functions).require(purpose)
 
     def test_one_sample_leaves_nothing_to_choose(self):
-        with pytest.raises(UserCodeError, match="train_dataset has 1 sample; there is no batch size to choose"):
+        with pytest.raises(UserCodeError, match=r"has 1 sample; .* say so: def batch_size_of\(batch\): return 1$"):
             task_of(train_dataset=lambda: points(1), evaluate=len).require("tune")
 
     @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
@@ -141,6 +144,11 @@ class TestRequirements:
             {"build_optimizer": lambda _model, _lr: []},
             lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
             "build_optimizer returned a list, not a torch.optim.Optimizer or a list or dict of them",
+        ),
+        (
+            {"build_optimizer": lambda _model, _lr: SimpleNamespace(warmup=9, adam=torch.optim.Adam([WEIGHT]))},
+            lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
+            r"list or dict of them; return its adam, and the learning rates that it sets from build_scheduler\(optimiz",
         ),
         (
             {"build_optimizer": lambda model, lr: torch.optim.LBFGS(model.parameters(), lr=lr)},

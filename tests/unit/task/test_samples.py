@@ -121,3 +121,33 @@ def test_the_dimensions_of_nested_samples_have_names():
     sample = {"image": array(3, 5), "found": Boxed([array(2), array(7)]), "ids": [1, 2, 3]}
     names = {"image.shape[0]": 3, "image.shape[1]": 5, "found.boxes": 2, "found.boxes[].shape[0]": 7, "ids": 3}
     assert sizes_of(sample) == names | {"": 60 + 36 + 24}
+
+
+@pytest.mark.parametrize(
+    ("layout", "indices"),
+    [
+        ("sparse_coo", ("_indices", "_values")),
+        ("sparse_csr", ("crow_indices", "col_indices", "values")),
+        ("sparse_bsc", ("ccol_indices", "row_indices", "values")),
+    ],
+)
+def test_a_sparse_tensor_takes_what_it_holds_and_is_not_asked_for_its_bytes(layout, indices):
+    class Sparse:
+        """An adjacency matrix: torch raises for the nbytes of some, and gives those of a dense one for others."""
+
+        shape = (1000, 1000)
+
+        @property
+        def nbytes(self):
+            raise RuntimeError("nbytes is not defined for sparse tensors")
+
+    adjacency = Sparse()
+    adjacency.layout = f"torch.{layout}"
+    for size, name in enumerate(indices, 1):
+        setattr(adjacency, name, lambda size=size: array(size))
+    assert sizes_of((adjacency, array(2))) == {
+        "": 4 * sum(range(1, len(indices) + 1)) + 8,
+        "[0].shape[0]": 1000,
+        "[0].shape[1]": 1000,
+        "[1].shape[0]": 2,
+    }
