@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
@@ -56,6 +58,7 @@ class TrainerTask(FromLoader):
         if self._args.max_grad_norm:
             self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []
+        self._beside = _Beside(trainer)
         self._given = (trainer.model.to("cpu"), trainer.optimizer)
         rate = highest_rate([trainer.optimizer]) if trainer.optimizer is not None else float(self._args.learning_rate)
         self._current_rate = rate, "optimizers of the Trainer" if trainer.optimizer is not None else "learning_rate"
@@ -74,6 +77,7 @@ class TrainerTask(FromLoader):
     @contextlib.contextmanager
     def _holding(self, model: nn.Module) -> Iterator[HuggingFaceTrainer]:
         self._trainer.model = self._trainer.model_wrapped = model
+        self._beside.follow(model)
         try:
             yield self._trainer
         finally:
@@ -113,6 +117,7 @@ class TrainerTask(FromLoader):
     def build_model(self) -> nn.Module:
         """A new model with what the training arguments do to it before training."""
         args, model = self._args, None
+        self._beside.put_back()
         if self._trainer.model_init is not None:
             model, self._optimizer = self._trainer.call_model_init(), None
             if getattr(model, "config", None) is not None:
@@ -195,6 +200,37 @@ class TrainerTask(FromLoader):
             raise self.refused(f"{what} is not among what it evaluates: {', '.join(numbers)}")
         self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
+
+
+class _Beside:
+    """Modules that a Trainer of the user's own has beside its model, such as a teacher, where they are with it."""
+
+    def __init__(self, trainer: HuggingFaceTrainer) -> None:
+        self._trainer = trainer
+        others = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
+        models = (trainer.model, trainer.model_wrapped)
+        self._given = {
+            name: each
+            for name, each in others.items()
+            if not any(each is model for model in models) and _device_of(each) in {None, trainer.args.device}
+        }
+
+    def put_back(self) -> None:
+        """What was made for a model before, on its device, is let go."""
+        for name, each in self._given.items():
+            setattr(self._trainer, name, each)
+
+    def follow(self, model: nn.Module) -> None:
+        """Copies of them are where the model is, as those of a script are that trains on one device."""
+        device = _device_of(model)
+        for name, each in self._given.items():
+            if device is not None and _device_of(getattr(self._trainer, name)) not in {None, device}:
+                setattr(self._trainer, name, real_copy(each).to(device))
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where its parameters or buffers are; None without any."""
+    return next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
 
 
 def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:

@@ -112,6 +112,18 @@ class TestATrainer:
         assert first is not second
         assert torch.equal(first.classifier.weight, second.classifier.weight)
 
+    def test_a_teacher_beside_the_model_goes_where_it_goes(self, trainer_task):
+        ours = "class Ours(hf.Trainer):\n    def __init__(self, *args, **kw):\n        super().__init__(*args, **kw)\n"
+        ours += "        self.teacher = bert().eval()\n    def compute_loss(self, model, inputs, **_):\n"
+        ours += "        return model(**inputs).loss + self.teacher(**inputs).loss.detach()\n"
+        task = trainer_task("Ours, use_cpu=True", ours)
+        given, places = task.adapted._trainer.teacher, []
+        for device in ("cpu", "meta", "cpu"):
+            model, batch = task.model().to(device), task.worst_batch(2)
+            places.append(task.loss(model, {name: each.to(device) for name, each in batch.items()}).device.type)
+        assert places == ["cpu", "meta", "cpu"]
+        assert task.adapted._trainer.teacher is given  # and no copy, where it is there already
+
     def test_model_init_makes_new_ones(self, trainer_task):
         task = trainer_task("model_init=lambda: bert()")
         assert not torch.equal(task.model().classifier.weight, task.model().classifier.weight)
