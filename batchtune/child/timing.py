@@ -59,7 +59,7 @@ class StepClock:
         paces = sorted(self._paces)
         return min(paces[len(paces) // 4] if paces else float("inf"), self._most)
 
-    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> float:
+    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0, _starting_seconds: float = 0.0) -> float:
         """Learns from a stretch that is not counted, such as warm-up; returns what of it was one's own."""
         own = seconds
         if waited_seconds > HELD_UP * seconds:
@@ -67,12 +67,15 @@ class StepClock:
         self._paces.append(own / steps)
         return own
 
-    def add(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> None:
-        """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor."""
+    def add(self, steps: int, seconds: float, waited_seconds: float = 0.0, starting_seconds: float = 0.0) -> None:
+        """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor.
+
+        What the start of an epoch took, `starting_seconds`, comes on top of the usual pace: it is the loader's own.
+        """
         own = self.see(steps, seconds, waited_seconds)
         self.measured_seconds += seconds
         slowest = SLOWED if own == seconds else 1.0
-        self.seconds += min(own, steps * slowest * self.step_seconds)
+        self.seconds += min(own, steps * slowest * self.step_seconds + starting_seconds)
 
 
 class StepTimes:

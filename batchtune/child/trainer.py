@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from batchtune.child import heartbeat
 from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, own_batches
 from batchtune.child.stepping import LOSS_SCALE, Precision, StepContext, clip
+from batchtune.device.host import waited_seconds
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
@@ -105,7 +108,8 @@ def without_end(epochs: Iterable[Iterable[object]]) -> Generator[object, None, N
 class TrainingBatches(Iterator[object]):
     """Batches of the training set without end, of a rank those of its shard; `samples` counts those so far.
 
-    They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
+    They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own. `starting_seconds`
+    adds up what epochs took until their first batch, less what was waited for a processor.
 
     Args:
         task: the user's code.
@@ -127,6 +131,8 @@ class TrainingBatches(Iterator[object]):
     ) -> None:
         self._task, self._size, self._seed, self._ranks = task, micro_batch_size, seed, ranks
         self.samples = self._epochs_ended = 0
+        self.starting_seconds = 0.0
+        self._start: float | None = None  # of an epoch whose first batch is not there yet
         self._ahead: list[object] = []
         self._loader: DataLoader[object] | None = None
         if length_batches:
@@ -137,7 +143,7 @@ class TrainingBatches(Iterator[object]):
 
     def __next__(self) -> object:
         try:
-            batch = self._ahead.pop() if self._ahead else next(self._batches)
+            batch = self._ahead.pop() if self._ahead else self._load()
         except StopIteration:
             which = "train_dataset" if self._loader is not None else "train_loader"
             text = f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
@@ -148,11 +154,19 @@ class TrainingBatches(Iterator[object]):
     def epochs_ended(self) -> int:
         """How many epochs are over; the next batch is loaded for that."""
         if not self._ahead:
-            self._ahead += itertools.islice(self._batches, 1)
+            with contextlib.suppress(StopIteration):
+                self._ahead.append(self._load())
         return self._epochs_ended
 
+    def _load(self) -> object:
+        batch = next(self._batches)
+        if self._start is not None:
+            self.starting_seconds += max(0.0, time.perf_counter() - waited_seconds() - self._start)
+            self._start = None
+        return batch
+
     def _epoch(self, number: int) -> Iterable[object]:
-        self._epochs_ended = number
+        self._epochs_ended, self._start = number, time.perf_counter() - waited_seconds()
         if self._loader is not None:
             return self._loader
         return own_batches(self._task.loader(self._size), self._seed + number, self._ranks)

@@ -90,8 +90,8 @@ def train(
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
     the warm-up steps on a throwaway model that pay for lazy initialisation. On a CPU the time in which other programs
     had the processor is not counted either, and a stretch that something else on the machine slowed down counts at the
-    usual pace; a point then has its measured seconds, too. Energy, by the counter `joules`, is of
-    training, as far as the counter tells it from evaluations: see `Energy`.
+    usual pace; a point then has its measured seconds, too. The start of an epoch is no such stretch and counts in full.
+    Energy, by the counter `joules`, is of training, as far as the counter tells it from evaluations: see `Energy`.
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
     however soon its run is to end: at equal training time all are equally far in their schedules. One on a plateau goes
@@ -251,12 +251,13 @@ class _Run:
         until_end = self._ends - self._last_evaluation_seconds - time.perf_counter()
         return self._ranks.together("min", min(self._due - self._clock.seconds, until_end))
 
-    def _timed_steps(self, steps: int) -> tuple[int, float, float, bool]:
+    def _timed_steps(self, steps: int) -> tuple[int, float, float, float, bool]:
         """So many optimizer steps, or fewer where the clock on the wall runs out: others may hold the machine up.
 
-        Returns the steps taken, their training seconds, those waited for a processor, whether the last loss is finite.
+        Returns the steps taken, their training seconds, of these those waited for a processor and those in which epochs
+        started, and whether the last loss is finite.
         """
-        taken, alone = 0, self._ranks.world_size == 1
+        taken, alone, starting = 0, self._ranks.world_size == 1, self._batches.starting_seconds
         seconds, waited = self._memory.stopwatch(), waited_seconds()
         while taken == 0 or (taken < steps and not self._epoch_is_over() and self._has_time(taken)):
             self.trainer.step(self._batches, self._spec.accumulation_steps)
@@ -264,7 +265,8 @@ class _Run:
         spent = self._ranks.together("max", seconds())
         # any other device works on while the host waits; ranks on one host wait for each other
         waited = waited_seconds() - waited if alone and self._memory.device.type == "cpu" else 0.0
-        return taken, spent, waited, self._ranks.agree(math.isfinite(float(self.trainer.loss)))
+        starting = self._ranks.together("max", self._batches.starting_seconds - starting)
+        return taken, spent, waited, starting, self._ranks.agree(math.isfinite(float(self.trainer.loss)))
 
     def _has_time(self, taken: int) -> bool:
         """Whether the clock on the wall lets another step begin; ranks ask each other once a second or so."""

@@ -21,6 +21,14 @@ def test_a_stretch_that_was_held_up_counts_at_the_usual_pace_and_is_measured_in_
     assert clock.measured_seconds == 63.0
 
 
+def test_the_start_of_an_epoch_is_the_loaders_own_and_counts_in_full():
+    clock = StepClock()
+    for seconds, starting in ((1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (9.0, 8.0), (69.0, 8.0)):
+        clock.add(1, seconds, starting_seconds=starting)
+    assert clock.seconds == 3.0 + 9.0 + (SLOWED + 8.0)
+    assert clock.measured_seconds == 81.0
+
+
 def test_a_pace_that_differs_as_steps_do_is_not_held_up():
     clock = StepClock()
     for seconds in (1.0, 1.4, 1.1, 1.4, 1.0):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchtune.child import trainer
 from batchtune.child import training_run as loop
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
@@ -57,9 +58,10 @@ def plateau(optimizer, watched=None):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loop, _base, nvml):
+    for module in (loop, trainer, _base, nvml):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(loop, "waited_seconds", lambda: clock.waited)
+    for module in (loop, trainer):
+        monkeypatch.setattr(module, "waited_seconds", lambda: clock.waited)
     return clock
 
 
@@ -373,6 +375,16 @@ class TestTime:
         assert [(point.samples, point.value) for point in quiet] == [(point.samples, point.value) for point in busy]
         assert busy[-1].seconds == quiet[-1].seconds
         assert busy[-1].measured_seconds > 2 * quiet[-1].seconds
+
+    def test_what_a_loader_does_at_the_start_of_an_epoch_is_training_time(self, run, clock):
+        def loader(size):
+            clock.now += 2.0  # negatives are drawn anew
+            return ((torch.ones(size, 4), torch.ones(size, 1)) for _ in range(32))
+
+        done = run(spec_of(limit_seconds=12.0), train_loader=loader)
+        epochs, steps = (done.points[-1].samples / 8 / each for each in (32, 1))
+        assert done.points[-1].seconds == pytest.approx(2 * -(-epochs // 1) + steps * 8 * SECONDS_PER_SAMPLE)
+        assert {point.measured_seconds for point in done.points} == {None}
 
     def test_undisturbed_runs_have_one_time_only(self, run):
         assert {point.measured_seconds for point in run(spec_of()).points} == {None}
