@@ -206,9 +206,10 @@ class TaskOptimizers(TaskLengths):
         That is where the schedule is over long before training is, as one is that was written for epochs.
 
         Raises:
-            UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is; or
-                one waits for the study's metric to fall whose `goal` is to rise, or the other way about.
+            UserCodeError: build_optimizer makes nothing of lr; they cannot be stepped, or have rates of their own; or one
+                waits for the study's metric to fall whose `goal` is to rise, or the other way about.
         """
+        _require_rate_is_used(self, model, optimizers)
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         names = together(name for each in schedulers for name in getattr(each, "names", [type(each).__name__]))
         known: dict[str, object] = {"scheduler": names or None}
@@ -291,3 +292,21 @@ def needs_closure(optimizer: Optimizer) -> bool:
     except ValueError:  # compiled code does not tell
         return False
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _require_rate_is_used(task: TaskOptimizers, model: nn.Module, optimizers: Optimizers) -> None:
+    """Raises UserCodeError where build_optimizer makes the same of another learning rate, as a NoamOpt's may."""
+    if task.adapted is not None or not task.has("build_optimizer"):
+        return
+    is_unused = False
+    with contextlib.suppress(Exception):  # whatever cannot be built twice
+        is_unused = _settings_of_groups(task.optimizers(model, _ANOTHER_RATE)) == _settings_of_groups(optimizers)
+    if is_unused:
+        raise UserCodeError(
+            f"{task.where}: build_optimizer makes the same whatever lr it is given, and lr is what is searched: "
+            "hand it on, and leave what changes it in training to build_scheduler(optimizer, total_steps)"
+        )
+
+
+def _settings_of_groups(optimizers: Optimizers) -> list[dict[str, object]]:
+    return [{name: each for name, each in group.items() if name != "params"} for group in optimizers.param_groups]

@@ -183,11 +183,17 @@ def tensor_bytes(value: object) -> int:
 
 
 def _parts(value: object) -> Mapping[Any, Any] | None:
-    """What a dict or an object (a dataclass, a graph of PyG) is made of; None for anything else."""
+    """What a dict or an object (a dataclass, a graph of PyG, a batch of the user's own) is made of; None for others."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return vars(value) if hasattr(value, "__dict__") else {}
-    to_dict = None if hasattr(value, "shape") else getattr(value, "to_dict", None)
+    if hasattr(value, "dtype") or hasattr(value, "shape"):
+        return None
+    to_dict = getattr(value, "to_dict", None)
     made = to_dict() if callable(to_dict) else None
-    return made if isinstance(made, Mapping) else None
+    if isinstance(made, Mapping):
+        return made
+    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+    # whatever else it refers to, such as a vocabulary or the data set, is no part of it
+    return {name: each for name, each in own.items() if isinstance(each, list) or hasattr(each, "dtype")} or None

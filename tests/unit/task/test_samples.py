@@ -135,7 +135,7 @@ def test_a_sparse_tensor_takes_what_it_holds_and_is_not_asked_for_its_bytes(layo
     class Sparse:
         """An adjacency matrix: torch raises for the nbytes of some, and gives those of a dense one for others."""
 
-        shape = (1000, 1000)
+        shape, dtype = (1000, 1000), "float32"
 
         @property
         def nbytes(self):
@@ -151,3 +151,18 @@ def test_a_sparse_tensor_takes_what_it_holds_and_is_not_asked_for_its_bytes(layo
         "[0].shape[1]": 1000,
         "[1].shape[0]": 2,
     }
+
+
+def test_an_object_of_the_users_own_is_as_large_as_its_tensors_and_lists():
+    class Vocabulary:
+        words = array(10**6)
+
+    class Batch:
+        def __init__(self, length):
+            self.source, self.labels = array(8, length), [1] * length
+            self.source.dtype, self.vocabulary, self.is_padded = "int64", Vocabulary(), True
+
+    assert sizes_of(Batch(3)) == {"": 96 + 24, "source.shape[0]": 8, "source.shape[1]": 3, "labels": 3}
+    seen, samples = find_largest(enumerate([Batch(3), Batch(7), Batch(5)]), 3)
+    assert (seen.places, seen.differing) == ((1,), {"source.shape[1]": (3, 7), "labels": (3, 7)})
+    assert len(samples[0].labels) == 7
