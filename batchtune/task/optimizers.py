@@ -206,7 +206,7 @@ class TaskOptimizers(TaskLengths):
         That is where the schedule is over long before training is, as one is that was written for epochs.
 
         Raises:
-            UserCodeError: build_optimizer makes nothing of lr; they cannot be stepped or have rates of their own; or one
+            UserCodeError: build_optimizer makes nothing of lr; they cannot be stepped, or have their own rates; or one
                 waits for the study's metric to fall whose `goal` is to rise, or the other way about.
         """
         _require_rate_is_used(self, model, optimizers)
