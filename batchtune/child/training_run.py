@@ -12,7 +12,7 @@ from batchtune.child.ranks.parallel import own_seconds, straggler
 from batchtune.child.timing import StepClock
 from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
-from batchtune.device.host import waited_seconds
+from batchtune.device.host import T, read_beside_waits
 from batchtune.device.nvml import Energy
 from batchtune.document import CurvePoint
 from batchtune.protocol.commands import TimeInTurn
@@ -257,16 +257,25 @@ class _Run:
         Returns the steps taken, their training seconds, of these those waited for a processor and those in which epochs
         started, and whether the last loss is finite.
         """
-        taken, alone, starting = 0, self._ranks.world_size == 1, self._batches.starting_seconds
-        seconds, waited = self._memory.stopwatch(), waited_seconds()
+        taken, starting = 0, self._batches.starting_seconds
+        seconds, waited = self._read(self._memory.stopwatch)
         while taken == 0 or (taken < steps and not self._epoch_is_over() and self._has_time(taken)):
             self.trainer.step(self._batches, self._spec.accumulation_steps)
             taken += 1
-        spent = self._ranks.together("max", seconds())
-        # any other device works on while the host waits; ranks on one host wait for each other
-        waited = waited_seconds() - waited if alone and self._memory.device.type == "cpu" else 0.0
+        spent, until_now = self._read(seconds)
+        spent = self._ranks.together("max", spent)
         starting = self._ranks.together("max", self._batches.starting_seconds - starting)
-        return taken, spent, waited, starting, self._ranks.agree(math.isfinite(float(self.trainer.loss)))
+        is_finite = self._ranks.agree(math.isfinite(float(self.trainer.loss)))
+        return taken, spent, until_now - waited, starting, is_finite
+
+    def _read(self, clock: Callable[[], T]) -> tuple[T, float]:
+        """What a clock tells, and what was waited for a processor until then: 0 where that slows nothing down.
+
+        Any other device works on while the host waits; ranks on one host wait for each other.
+        """
+        if self._ranks.world_size > 1 or self._memory.device.type != "cpu":
+            return clock(), 0.0
+        return read_beside_waits(clock)
 
     def _has_time(self, taken: int) -> bool:
         """Whether the clock on the wall lets another step begin; ranks ask each other once a second or so."""

@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 STAT, STATUS = Path("/proc/stat"), Path("/proc/self/status")
 _WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, and waiting for one
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
@@ -47,6 +49,17 @@ def waited_seconds() -> float:
         return int(_WAITS.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def read_beside_waits(read: Callable[[], T]) -> tuple[T, float]:
+    """What `read` returns, and `waited_seconds` at that very moment: read again where others had the processor between.
+
+    A wait that falls between the two would else count for one stretch of steps and be taken off another.
+    """
+    while True:
+        before, found, after = waited_seconds(), read(), waited_seconds()
+        if before == after:
+            return found, after
 
 
 def _own_seconds() -> float:

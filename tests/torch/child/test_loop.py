@@ -11,7 +11,7 @@ from batchtune.child import trainer
 from batchtune.child import training_run as loop
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
-from batchtune.device import _base, nvml
+from batchtune.device import _base, host, nvml
 from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunSpec
@@ -60,7 +60,7 @@ def clock(monkeypatch):
     clock = Clock()
     for module in (loop, trainer, _base, nvml):
         monkeypatch.setattr(module, "time", clock)
-    for module in (loop, trainer):
+    for module in (host, trainer):
         monkeypatch.setattr(module, "waited_seconds", lambda: clock.waited)
     return clock
 

@@ -40,3 +40,9 @@ def test_a_system_that_does_not_tell_says_nothing(monkeypatch, tmp_path, text):
     with watching_others() as load:
         time.sleep(0.25)
     assert load.others is None
+
+
+def test_a_clock_is_read_again_where_others_had_the_processor_at_that_moment(monkeypatch):
+    waits, times = iter([1.0, 1.25, 1.25, 1.25]), iter([10.0, 10.25])
+    monkeypatch.setattr(host, "waited_seconds", lambda: next(waits))
+    assert host.read_beside_waits(lambda: next(times)) == (10.25, 1.25)
