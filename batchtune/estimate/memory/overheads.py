@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Literal
 
 from batchtune.device.gpus import find_gpu
@@ -50,8 +51,8 @@ class Overhead:
 # there. The others are not measured: about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer
 # in pytorch#107667), to 500 MB on parts with many multiprocessors. Multiprocessors: taken to be those of the
 # generation's largest part, not looked up; threads of each: CUDA C++ Programming Guide. cuBLAS has a workspace of
-# 8,519,680 bytes a handle and stream, 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925). ROCm's
-# are not known.
+# 8,519,680 bytes a handle and stream, 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925) and, from
+# torch 2.12 on, on 10 and 12 (pytorch#175344). ROCm's are not known.
 OVERHEADS = {
     "Pascal": Overhead(350 * MIB, Gpu(56, 2048, matrix_units=())),
     "Volta": Overhead(400 * MIB, Gpu(80, 2048, matrix_units=(2,))),
@@ -59,9 +60,10 @@ OVERHEADS = {
     "Ampere": Overhead(450 * MIB, Gpu(108, 2048)),
     "Ada": Overhead(450 * MIB, Gpu(142, 1536)),
     "Hopper": Overhead(770 * MIB, Gpu(132, 2048, 32 * MIB)),
-    "Blackwell": Overhead(770 * MIB, Gpu(188, 2048)),
+    "Blackwell": Overhead(770 * MIB, Gpu(188, 2048, 32 * MIB)),
 }
 _OTHER = Overhead(770 * MIB, Gpu(304, 2048, 32 * MIB))
+_LARGER_ON_BLACKWELL = (2, 12)
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
 # multi_processor_count in public logs of torch (A5000, A10G); the other six from pages of vendors and databases. For
 # all other GPUs the largest of the generation is taken, with which reductions are spread further and scratch is larger.
@@ -103,6 +105,8 @@ UNMEASURED = Offsets()
 def gpu_of(name: str, generation: str) -> Gpu:
     """What scratch is calculated from on a GPU; what is not known of it is that of its generation's largest."""
     largest = overhead_of(generation).gpu
+    if generation == "Blackwell" and torch_release() < _LARGER_ON_BLACKWELL:
+        largest = replace(largest, cublas_bytes=Gpu.cublas_bytes)
     try:
         known = find_gpu(name)
     except UsageError:
@@ -110,6 +114,11 @@ def gpu_of(name: str, generation: str) -> Gpu:
     threads = _THREADS.get(known.compute_capability or (0, 0), largest.threads)
     multiprocessors = _KNOWN_MULTIPROCESSORS.get(known.name, largest.multiprocessors)
     return replace(largest, multiprocessors=multiprocessors, threads=threads)
+
+
+def torch_release() -> tuple[int, ...]:
+    """The version of the torch that is installed, such as (2, 11); it is not imported for that."""
+    return tuple(map(int, version("torch").split(".")[:2]))
 
 
 def overhead_of(generation: str) -> Overhead:

@@ -19,11 +19,12 @@ from batchtune.estimate.memory.allocator import round_up
 from batchtune.estimate.memory.convolutions import CONVOLUTIONS
 from batchtune.estimate.memory.events import FLOAT, LONG, RESULTS, Arguments, Block, Steps, bytes_of
 from batchtune.estimate.memory.layers import LAYERS
+from batchtune.estimate.memory.overheads import torch_release
 from batchtune.estimate.memory.recurrent import RECURRENT
 from batchtune.estimate.memory.reductions import REDUCTIONS, contiguous, copy_of
 
 aten = torch.ops.aten
-_WORKSPACES_BY_PRODUCT = (2, 15)
+_UNIFIED, _WORKSPACES_BY_PRODUCT = (2, 12), (2, 15)  # versions of torch
 _CUBLAS, _LT = Block(lambda gpu: gpu.cublas_bytes, ()), bytes_of(1 << 20)
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 # Temporary storage of CUB's algorithms, by which torch sorts, scans and selects on NVIDIA GPUs.
@@ -216,18 +217,22 @@ def inside(func: OpOverload, args: Arguments) -> Steps:
 def workspaces(func: OpOverload, args: Arguments) -> dict[str, Block]:
     """The workspaces by library that a matrix product's thread takes at its first one, and never gives back.
 
-    CUDABlas.cpp and CublasHandlePool.cpp: each thread has a handle of its own, with 8,519,680 bytes, 32 MiB on
-    compute capability 9.0; cuBLASLt takes 1 MiB more.
+    CUDABlas.cpp and CublasHandlePool.cpp: each thread has a handle of its own, with 8,519,680 bytes, 32 MiB on some
+    GPUs; cuBLASLt takes 1 MiB more, or what cuBLAS has.
     """
     if func not in _PRODUCTS or not _keeps_workspaces():
         return {}
-    return {"cublas": _CUBLAS} | ({"cublaslt": _LT} if _by_lt(func, args) else {})
+    return {"cublas": _CUBLAS} | ({"cublaslt": _LT} if _by_lt(func, args) and not _are_unified() else {})
 
 
 def _keeps_workspaces() -> bool:
     """Not from torch 2.15 on, where each product takes its own for its time (pytorch#194311)."""
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    return release < _WORKSPACES_BY_PRODUCT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return torch_release() < _WORKSPACES_BY_PRODUCT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def _are_unified() -> bool:
+    """Whether cuBLASLt works in cuBLAS's workspace: by default from torch 2.12 on (pytorch#168175, #175879)."""
+    return os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "01"[torch_release() >= _UNIFIED]) == "1"
 
 
 def _by_lt(func: OpOverload, args: Arguments) -> bool:

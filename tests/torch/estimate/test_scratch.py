@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchtune.estimate.memory import overheads, scratch
+from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.events import RESULTS, Block, Gpu, Held
 from batchtune.estimate.memory.scratch import inside, workspaces
 
@@ -208,17 +210,38 @@ def test_flash_attention_keeps_row_sums_and_gradients_in_float():
     assert found == ["result", 2 * 4 * 128 * FLOAT, 2 * 4 * 128 * 64 * FLOAT]
 
 
-def test_products_take_workspaces_once_and_a_bias_takes_one_more(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.14.1")
+@pytest.mark.parametrize(
+    ("release", "setting", "taken"),
+    [
+        ((2, 11), None, {"cublas", "cublaslt"}),
+        ((2, 11), "1", {"cublas"}),
+        ((2, 14), None, {"cublas"}),
+        ((2, 14), "0", {"cublas", "cublaslt"}),
+    ],
+)
+def test_products_take_workspaces_once_and_a_bias_takes_one_more_unless_they_are_one(
+    release, setting, taken, monkeypatch
+):
+    monkeypatch.setattr(scratch, "torch_release", lambda: release)
+    if setting:
+        monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", setting)
     left, right, bias = meta(8, 16), meta(16, 32), meta(32)
     assert set(workspaces(aten.mm.default, (left, right))) == {"cublas"}
-    assert set(workspaces(aten.addmm.default, (bias, left, right))) == {"cublas", "cublaslt"}
+    assert set(workspaces(aten.addmm.default, (bias, left, right))) == taken
     assert workspaces(aten.gelu.default, (left,)) == {}
     assert inside(aten.mm.default, (left, right)) == (RESULTS,)
 
 
+@pytest.mark.parametrize(("release", "mebibytes"), [((2, 11), 8.125), ((2, 12), 32)])
+def test_from_torch_2_12_on_the_workspace_is_larger_on_blackwell(release, mebibytes, monkeypatch):
+    monkeypatch.setattr(overheads, "torch_release", lambda: release)
+    assert overheads.gpu_of("RTX 5090", "Blackwell").cublas_bytes == mebibytes * MIB
+    assert overheads.gpu_of("RTX 4090", "Ada Lovelace").cublas_bytes == 8.125 * MIB
+    assert overheads.gpu_of("H100 SXM", "Hopper").cublas_bytes == 32 * MIB
+
+
 def test_from_torch_2_15_on_each_product_takes_a_workspace_for_its_time_unless_they_are_cached(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
+    monkeypatch.setattr(scratch, "torch_release", lambda: (2, 15))
     left, right, bias = meta(8, 16), meta(16, 32), meta(32)
     assert workspaces(aten.mm.default, (left, right)) == {}
     assert flat(inside(aten.mm.default, (left, right))) == ["result", GPU.cublas_bytes]
