@@ -229,9 +229,9 @@ def _unconfirmed(
 ) -> Recommendation | None:
     """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that.
 
-    Its figures are those of its fresh seeds where it has run on any. Nothing whose figures are worse, beyond noise,
-    than those of what runs today, or of what has run on a fresh seed, is said to be better than that, whatever all runs
-    together tell of it.
+    One that has run on a fresh seed goes before those that have not, and its figures are of that: the seed of the
+    search may have been a lucky one for all. Nothing whose figures are worse, beyond noise, than those of what runs
+    today, or of what has run on a fresh seed, is said to be better than that, whatever all runs together tell of it.
     """
     ended = [trial for trial in trials if trial.role != "confirm" or trial.tells_of_fresh_seed]
     known = [trial for trial in ended if scoring.of(trial) is not None]
@@ -244,12 +244,17 @@ def _unconfirmed(
     ranked = sorted(by_config, key=lambda each: statistics.median(map(scoring.worth, by_config[each])))
     firm = [shown[config_of(run)] for run in runs if run.role in {"baseline", "confirm"}]
     least = min(firm, key=statistics.median, default=None)
-    chosen = next(each for each in ranked if least is None or _tied(shown[each], least))
-    group, fresh = by_config[chosen], groups.get(chosen, ())
+    able = [each for each in ranked if least is None or _tied(shown[each], least)]
+    roles = {each: {run.role for run in by_config[each]} for each in able}
+    chosen = next((each for each in able if "confirm" in roles[each] and "baseline" not in roles[each]), able[0])
+    fresh = groups.get(chosen, ())
     best = "best of" if scoring.expected is None else "best by all of"
     count = f"{best} {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
-    count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
-    count += ", leaving out what its own runs show to be worse" if chosen != ranked[0] else ""
+    count += ", and what you run today" if "baseline" in roles[chosen] else ""
+    if ranked[0] != able[0]:
+        count += ", leaving out what its own runs show to be worse"
+    elif chosen != able[0]:
+        count += ", leaving out what has run on no fresh seed"
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
     so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""
     needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None

@@ -489,6 +489,21 @@ def test_what_fresh_seeds_have_refuted_is_not_recommended_by_its_single_run():
     assert "not confirmed" in found.reason
 
 
+def test_what_has_run_on_a_fresh_seed_goes_before_what_the_seed_of_the_search_may_have_favoured():
+    search = [
+        trial(1, "search", 64, 7e-3, 0.86),
+        trial(2, "search", 64, 4e-3, 1.02),
+        trial(3, "search", 32, 4e-3, 1.18),
+    ]
+    fresh = [trial(4, "confirm", 64, 7e-3, 2.05), trial(5, "confirm", 32, 4e-3, 2.16)]
+    by_all = {(64, 7e-3): 0.3, (64, 4e-3): 0.1, (32, 4e-3): 0.4, (32, 1e-3): 1.4}
+    expected = {config_of(each): by_all[each.batch_size, each.learning_rate] for each in (*confirmed(), *search)}
+    found, _ = recommend([*confirmed(), *search, *fresh], kind="time_to_target", goal="minimize", expected=expected)
+    assert (found.global_batch_size, found.learning_rate) == (64, 7e-3)
+    assert found.time_to_target_seconds.median == 2.05
+    assert "leaving out what has run on no fresh seed, not confirmed: 1 fresh seed so far" in found.reason
+
+
 def test_a_baseline_that_was_lost_before_it_could_say_what_it_is_voids_no_confirmation():
     lost = trial(0, "baseline", 32, 1e-3, None, state="fail").model_copy(update={"precision": "bf16"})
     trials = [lost, *confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6)))]
