@@ -50,6 +50,7 @@ class StepClock:
     def __init__(self, most_step_seconds: float | None = None) -> None:
         self.seconds = 0.0
         self.measured_seconds = 0.0
+        self.starting_seconds = 0.0
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
         self._most = most_step_seconds or float("inf")
 
@@ -59,7 +60,7 @@ class StepClock:
         paces = sorted(self._paces)
         return min(paces[len(paces) // 4] if paces else float("inf"), self._most)
 
-    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0, _starting_seconds: float = 0.0) -> float:
+    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> float:
         """Learns from a stretch that is not counted, such as warm-up; returns what of it was one's own."""
         own = seconds
         if waited_seconds > HELD_UP * seconds:
@@ -74,6 +75,7 @@ class StepClock:
         """
         own = self.see(steps, seconds, waited_seconds)
         self.measured_seconds += seconds
+        self.starting_seconds += min(own, starting_seconds)
         slowest = SLOWED if own == seconds else 1.0
         self.seconds += min(own, steps * slowest * self.step_seconds + starting_seconds)
 
@@ -141,7 +143,7 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, ranks: Rank
 
     warm_up(step, watch, ranks.agree)
     sensors = Sensors(memory.device)
-    with sensors.sampling() as readings, watching_others() as load:
+    with sensors.sampling() as readings, watching_others(lambda own: ranks.together("sum", own)) as load:
         timed = _time(step, watch, command.seconds, ranks.agree, ends_early=not sensors.present)
     samples, seconds = command.batch_size * command.accumulation_steps, timed.typical(load.others)
     return ThroughputPoint(

@@ -114,7 +114,8 @@ def train(
             outcome = "diverged"
     steps = total_steps if task.has_horizon else None
     optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
-    return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer, straggler=slow)
+    seconds = run.evaluation_seconds, clock.starting_seconds or None
+    return RunEnd(outcome, steps, *seconds, optimizer=optimizer, straggler=slow)
 
 
 def time_in_turn(
@@ -168,7 +169,7 @@ class _Run:
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
-        self._due, self._epoch = 0.0, 0
+        self._due, self._epoch, self._at_epochs_end = 0.0, 0, False
         self._divergence = Divergence(spec)
         self._energy = Energy(self._joules)
 
@@ -186,8 +187,8 @@ class _Run:
         require_finite(self.trainer.forward_backward(next(self._batches)), self._spec.micro_batch_size)
         self.trainer.update()
         for _ in range(_WARM_UP_STEPS):
-            _, *spent, _ = self._timed_steps(1)
-            self._clock.see(1, *spent)
+            _, seconds, waited, *_ = self._timed_steps(1)
+            self._clock.see(1, seconds, waited)
         if self._ranks.world_size == 1:
             return None
         trainer = self.trainer
@@ -196,8 +197,8 @@ class _Run:
 
     def stretch(self, seconds: float) -> float:
         """Trains for about so long; returns what a step took."""
-        taken, *spent, _ = self._timed_steps(max(1, round(seconds / self._clock.step_seconds)))
-        return self._clock.see(taken, *spent) / taken
+        taken, spent, waited, *_ = self._timed_steps(max(1, round(seconds / self._clock.step_seconds)))
+        return self._clock.see(taken, spent, waited) / taken
 
     def evaluation(self) -> Generator[CurvePoint, bool, str | None]:
         """Yields the next point of the curve, if it is due; returns how the run has ended, None if it goes on."""
@@ -209,8 +210,8 @@ class _Run:
         self._memory.synchronize()
         self._last_evaluation_seconds = self._ranks.together("max", time.perf_counter() - started)
         self.evaluation_seconds += self._last_evaluation_seconds
-        if self._epoch_is_over():
-            self._epoch += 1
+        if self._at_epochs_end:
+            self._epoch, self._at_epochs_end = self._epoch + 1, False
             for scheduler in self.trainer.on_plateau:
                 scheduler.end_epoch(self._ranks.together("first", scheduler.watched(value)))
         if self._seconds_until_due() > 0 and math.isfinite(value) and not spec.reached(value):
@@ -238,12 +239,12 @@ class _Run:
                 taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
                 clock.add(taken, *spent)
                 left = self._seconds_until_due()
-                if left <= 0 or self._epoch_is_over():
+                if left <= 0 or self._at_epochs_end:
                     break
         return finite
 
     def _epoch_is_over(self) -> bool:
-        """Whether a scheduler waits for an evaluation, since an epoch has ended on all ranks."""
+        """Whether a scheduler waits for an evaluation, since an epoch has ended on all ranks; loads the next batch."""
         return bool(self.trainer.on_plateau) and self._ranks.together("min", self._batches.epochs_ended()) > self._epoch
 
     def _seconds_until_due(self) -> float:
@@ -259,9 +260,10 @@ class _Run:
         """
         taken, starting = 0, self._batches.starting_seconds
         seconds, waited = self._read(self._memory.stopwatch)
-        while taken == 0 or (taken < steps and not self._epoch_is_over() and self._has_time(taken)):
+        while taken == 0 or (taken < steps and not self._at_epochs_end and self._has_time(taken)):
             self.trainer.step(self._batches, self._spec.accumulation_steps)
             taken += 1
+            self._at_epochs_end = self._epoch_is_over()
         spent, until_now = self._read(seconds)
         spent = self._ranks.together("max", spent)
         starting = self._ranks.together("max", self._batches.starting_seconds - starting)

@@ -32,14 +32,18 @@ class HostLoad:
 
 
 @contextlib.contextmanager
-def watching_others() -> Iterator[HostLoad]:
-    """Compares the busy time of the machine with that of this process for as long as the block runs."""
+def watching_others(together: Callable[[float], float] = lambda own: own) -> Iterator[HostLoad]:
+    """Compares the busy time of the machine with that of this process for as long as the block runs.
+
+    Args:
+        together: from this process' own seconds, those of all that are at the same work.
+    """
     load = HostLoad()
-    busy, own, began = _busy_seconds(), _own_seconds(), time.perf_counter()
+    busy, own, began = _busy_seconds(), together(_own_seconds()), time.perf_counter()
     yield load
-    elapsed, after = time.perf_counter() - began, _busy_seconds()
+    elapsed, after, own = time.perf_counter() - began, _busy_seconds(), together(_own_seconds()) - own
     if busy is not None and after is not None and elapsed >= _LEAST_SECONDS:
-        others = (after - busy) - (_own_seconds() - own)
+        others = (after - busy) - own
         load.others = min(1.0, max(0.0, others / (elapsed * (os.cpu_count() or 1))))
 
 

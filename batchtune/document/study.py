@@ -98,6 +98,7 @@ class Trial(Record):
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     evaluation_seconds: Figure = Field(default=None, description="What evaluating took, besides training.")
+    starting_seconds: Figure = Field(default=None, description="Of training: what epochs took until their first batch.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
     total_steps: Count | None = Field(
         default=None,

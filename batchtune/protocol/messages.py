@@ -168,6 +168,7 @@ class RunEnd:
         outcome: `reached`, `finished`, `pruned` or `diverged`.
         total_steps: the horizon that the user's scheduler asked for; None without one.
         evaluation_seconds: what its evaluations took.
+        starting_seconds: what of its training epochs took until their first batch, if anything.
         optimizer: its class, where arguments of build_optimizer may have chosen it.
         straggler: the rank that is far slower than the others by itself, and how many times as slow.
     """
@@ -175,6 +176,7 @@ class RunEnd:
     outcome: str
     total_steps: int | None = None
     evaluation_seconds: float | None = None
+    starting_seconds: float | None = None
     optimizer: str | None = None
     straggler: tuple[int, float] | None = None
 

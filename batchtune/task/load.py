@@ -181,17 +181,16 @@ def _library_type(kind: type) -> str | None:
 def current_settings(task: Task) -> CurrentSettings:
     """What the user trains with.
 
-    For the batch size a constant of the usual name says it first, then the default of train_loader's argument, then a
-    DataLoader that stands in the file. For the learning rate it is the default of build_optimizer's argument, since a
-    constant may be another's. Where every batch is one sample, as a whole graph, that is the batch size whatever these
-    say. Objects of other libraries know it themselves.
+    A constant of the usual name says it first; then the default of the argument that the contract's functions have for
+    it; for the batch size then a DataLoader that stands in the file. Where every batch is one sample, as a whole graph,
+    that is the batch size whatever these say. Objects of other libraries know it themselves.
     """
     if task.adapted:
         return task.adapted.current_settings()
     source = task.source
     sizes = [*_whole(source), *_constants(source, _BATCH_SIZES), *_default(source, "train_loader", 0)]
     sizes += _loaders(_module_of(source))
-    rates = [*_default(source, "build_optimizer", 1), *_constants(source, _RATES), *_own_rate(task)]
+    rates = [*_constants(source, _RATES), *_default(source, "build_optimizer", 1), *_own_rate(task)]
     return CurrentSettings(
         batch_size=next(((each, where) for each, where in sizes if isinstance(each, int) and each >= 1), None),
         learning_rate=next(

@@ -27,6 +27,7 @@ STEPS_PER_EPOCH = "steps_per_epoch"
 _SOME_STEPS = 1000  # of a schedule that is only looked at
 _COMING_BACK = (CosineAnnealingWarmRestarts, CyclicLR)
 _SPENT = 0.01  # of the highest learning rate
+_A_HIGH_RATE = 0.1
 _ANOTHER_RATE = 1e-4  # than that of the optimizers whose schedule is looked at, and below what one may be cut to
 _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
@@ -206,15 +207,15 @@ class TaskOptimizers(TaskLengths):
         That is where the schedule is over long before training is, as one is that was written for epochs.
 
         Raises:
-            UserCodeError: build_optimizer makes nothing of lr; they cannot be stepped, or have their own rates; or one
-                waits for the study's metric to fall whose `goal` is to rise, or the other way about.
+            UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is; or
+                one waits for the study's metric to fall whose `goal` is to rise, or the other way about.
         """
-        _require_rate_is_used(self, model, optimizers)
+        told = _unused_rate(self, model, optimizers)
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         names = together(name for each in schedulers for name in getattr(each, "names", [type(each).__name__]))
         known: dict[str, object] = {"scheduler": names or None}
         if self.adapted is not None or not schedulers:
-            return known, []
+            return known, told
         if len(schedulers) == 1 and isinstance(schedulers[0], OnPlateau):
             known["arguments"] = schedulers[0].arguments(metric or "val_loss")
         for each in schedulers:
@@ -231,11 +232,11 @@ class TaskOptimizers(TaskLengths):
             )
         after = None if any(isinstance(each, _COMING_BACK) for each in schedulers) else _spent_after(rates)
         text = f"{names} takes the learning rate below a hundredth within {after} of {_SOME_STEPS:,} optimizer steps"
-        told = (
+        spent = (
             f"{text}; if it counts epochs, multiply by {STEPS_PER_EPOCH}: schedules are stepped after each optimizer "
             f"step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
         )
-        return known, [] if after is None else [told]
+        return known, told if after is None else [*told, spent]
 
     def _are_alike_at_another_rate(self, model: nn.Module, given: list[float], rates: list[list[float]]) -> bool:
         """Whether optimizers of another learning rate are given the same by their schedule."""
@@ -294,18 +295,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _require_rate_is_used(task: TaskOptimizers, model: nn.Module, optimizers: Optimizers) -> None:
-    """Raises UserCodeError where build_optimizer makes the same of another learning rate, as a NoamOpt's may."""
-    if task.adapted is not None or not task.has("build_optimizer"):
-        return
-    is_unused = False
-    with contextlib.suppress(Exception):  # whatever cannot be built twice
-        is_unused = _settings_of_groups(task.optimizers(model, _ANOTHER_RATE)) == _settings_of_groups(optimizers)
-    if is_unused:
-        raise UserCodeError(
-            f"{task.where}: build_optimizer makes the same whatever lr it is given, and lr is what is searched: "
-            "hand it on, and leave what changes it in training to build_scheduler(optimizer, total_steps)"
-        )
+def _unused_rate(task: TaskOptimizers, model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """A warning where build_optimizer makes the same of any lr, as one may whose rates are set in step()."""
+    given = _settings_of_groups(optimizers)
+    if task.adapted is not None or not task.has("build_optimizer") or not all("lr" in group for group in given):
+        return []
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever cannot be built twice
+        warnings.simplefilter("ignore")
+        others = [_settings_of_groups(task.optimizers(model, rate)) for rate in (_ANOTHER_RATE, _A_HIGH_RATE)]
+        text = "build_optimizer makes the same whatever lr it is given, by its param_groups"
+        remedy = "hand it on, and leave what changes it in training to build_scheduler(optimizer, total_steps)"
+        fixed = "if the optimizer finds its own, set learning_rate.min and max to one value"
+        told = f"{text}, so that the learning rates of this study change nothing: {remedy}; {fixed}"
+        return [told] if all(each == given for each in others) else []
+    return []
 
 
 def _settings_of_groups(optimizers: Optimizers) -> list[dict[str, object]]:

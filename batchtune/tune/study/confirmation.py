@@ -137,17 +137,17 @@ class Confirmation:
         stretch = seconds / IN_TURN_ROUNDS / len(specs)
         command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
         parts.observer.note(f"the machine was not steady: the steps of {len(specs)} configurations are timed in turn")
+        paces: Sequence[float | None] | None = None
+        why = "the machine was too busy"
         try:
             rounds = parts.pool.any_one(lambda worker: worker.call(command, timeout=LONG_SILENCE_SECONDS))
+            paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
         except (WorkerDied, NodeLost, UserCodeError) as error:
-            parts.observer.note(f"they could not be, so that what each run took counts: {error}")
-            return
-        paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
-        if paces is None:
-            parts.observer.note("the machine was too busy for that, so that what each run took counts")
-            return
-        others = [[params, pace] for params, pace in known if params not in planned]
-        parts.study.set_user_attr(IN_TURN, [*zip(planned, paces, strict=True), *others])
+            why = str(error)
+        if paces is None:  # what was timed before does not compare with what was not
+            parts.observer.note(f"they could not be, so that what each run took counts: {why}")
+        others = [[params, pace if paces else None] for params, pace in known if params not in planned]
+        parts.study.set_user_attr(IN_TURN, [*zip(planned, paces or [None] * len(planned), strict=True), *others])
 
     def as_timed_in_turn(self, trials: Sequence[Trial]) -> list[Trial]:
         """The trials, those of configurations whose steps were timed in turn with what their steps take by that."""
@@ -155,7 +155,7 @@ class Confirmation:
 
         def timed(trial: Trial) -> Trial:
             params = self._parts.space.of(trial) if known else {}
-            return next((at_pace(trial, seconds) for each, seconds in known if each == params), trial)
+            return next((at_pace(trial, seconds) for each, seconds in known if each == params and seconds), trial)
 
         return [timed(trial) for trial in trials]
 

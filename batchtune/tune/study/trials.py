@@ -166,6 +166,7 @@ class Trials:
             "optimizer": run.optimizer,
             "straggler": run.straggler and {"rank": run.straggler[0], "times": round(run.straggler[1], 2)},
             "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
+            "starting_seconds": round(run.starting_seconds or 0.0, 4),
         }
         attributes |= {key: value for key, value in found.items() if value}
         if cost is not None:

@@ -140,7 +140,14 @@ def slowdown(trials: Sequence[Trial]) -> float:
 
 
 def is_disturbed(trials: Sequence[Trial]) -> bool:
-    """Whether other programs had a part in how long runs took: by their clocks, or as equal steps took unlike long."""
+    """Whether other programs had a part in how long runs took, such that their steps alone tell how they compare.
+
+    By their clocks, or as equal steps took unlike long; not where the starts of epochs, which are no steps, take part.
+    """
+    if sum(each.starting_seconds or 0.0 for each in trials) > (STEADY - 1) * sum(
+        each.training_seconds or 0.0 for each in trials
+    ):
+        return False
     paces = defaultdict[Configuration, list[float]](list)
     for trial in trials:
         seconds, last = trial.measured_training_seconds or trial.training_seconds, trial.curve[-1:]

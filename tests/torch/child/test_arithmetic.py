@@ -112,7 +112,7 @@ def test_timing_ends_as_soon_as_a_step_is_known():
 @pytest.mark.parametrize(("others", "least", "most"), [(0.0, 0.03, 1.0), (0.5, 0.002, 0.02)])
 def test_beside_other_programs_the_quickest_tenth_of_steps_tells_what_one_takes(monkeypatch, others, least, most):
     @contextmanager
-    def watching():
+    def watching(_together):
         yield SimpleNamespace(others=others)
 
     monkeypatch.setattr("batchtune.child.timing.watching_others", watching)

@@ -1,6 +1,5 @@
 """A child's and a rank's commands in this process: what they ask of a device, in which order, and one that is busy."""
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -186,9 +185,10 @@ def test_a_step_of_ones_own_that_asks_for_no_precision_is_told(done, opening, tm
         ("torch.optim.SGD([{'params': [each], 'lr': 0.1} for each in model.parameters()], lr=lr)", False),
         ("torch.optim.SGD([{'params': [model.weight], 'lr': 0.1}, {'params': [model.bias]}], lr=lr)", True),
         ("torch.optim.Adam(model.parameters(), lr=1.0, weight_decay=lr)", True),
+        ("torch.optim.Adam(model.parameters(), lr=max(lr, 1e-2))", True),
     ],
 )
-def test_an_optimizer_that_takes_no_notice_of_the_rate_is_not_tuned(done, opening, tmp_path, made, is_used):
+def test_an_optimizer_that_takes_no_notice_of_the_rate_is_told(done, opening, tmp_path, made, is_used):
     with (tmp_path / "model.py").open("a") as task:
         task.write(
             "import torch\n"
@@ -197,10 +197,11 @@ def test_an_optimizer_that_takes_no_notice_of_the_rate_is_not_tuned(done, openin
             "def train_dataset(): return [1, 2]\n"
             "def evaluate(model): return 1.0\n"
         )
-    unused = pytest.raises(UserCodeError, match="makes the same whatever lr it is given, and lr is what is searched")
-    with contextlib.nullcontext() if is_used else unused:
-        Child(None).open(opening.but(purpose="tune"))
-    Child(None).open(opening)  # a probe tells none
+    notes = Child(None).open(opening.but(purpose="tune")).notes
+    assert [note.partition(",")[0] for note in notes] == ["build_optimizer makes the same whatever lr it is given"] * (
+        not is_used
+    )
+    assert Child(None).open(opening).notes == ()  # a probe takes no rates
 
 
 def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path):

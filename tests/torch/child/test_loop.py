@@ -429,6 +429,22 @@ class TestTime:
         assert rates.count(0.05) * samples == 3 * 64
         assert rates.count(0.05 * 0.1) * samples == 2 * 64
 
+    def test_what_is_loaded_to_see_whether_an_epoch_is_over_is_training_time(self, run, clock):
+        def loader(size):
+            clock.now += 0.5
+            for _ in range(32):
+                clock.now += 0.125
+                yield torch.ones(size, 4), torch.ones(size, 1)
+
+        own = {"train_loader": loader, "evaluate": lambda _model: 1.0}
+        own["build_scheduler"] = lambda optimizer, _steps: plateau(optimizer)
+        done = run(spec_of(limit_seconds=12.0, evaluate_every=1.0), **own)
+        batches = done.points[-1].samples / 8
+        loaded = 0.5 * -(-(batches + 1) // 32) + 0.125 * (batches + 1)  # one is ahead
+        assert done.points[0].seconds == 0
+        assert done.points[-1].seconds == pytest.approx(loaded + batches * 8 * SECONDS_PER_SAMPLE)
+        assert done.end.starting_seconds == pytest.approx(0.625 * -(-(batches + 1) // 32))
+
     def test_a_target_that_is_met_at_the_end_of_an_epoch_ends_the_run_there(self, run):
         values = iter([3.0, 2.0, 1.0])
         own = {"evaluate": lambda _model: next(values), "build_scheduler": lambda optimizer, _steps: plateau(optimizer)}

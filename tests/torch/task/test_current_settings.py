@@ -13,7 +13,6 @@ def build_model(): return nn.Linear(4, 1)
 def train_dataset(): return points
 def compute_loss(model, batch): return model(batch[0]).mean()
 """
-DEFAULT = "build_optimizer's default"
 RATES = """
 def build_optimizer(model, lr=None):
     groups = [{"params": [each], "lr": lr or rate} for each, rate in zip(model.parameters(), (0.1, 0.2))]
@@ -34,11 +33,10 @@ def build_optimizer(model, lr=None):
         ("BATCH_SIZE = 64\ndef batch_size_of(graph): return 1", (1, "batch_size_of"), None),
         ("def batch_size_of(batch): return len(batch)", None, None),
         (RATES, None, (0.2, "SGD's lr")),
-        ("LR = 0.1  # of MAML's inner steps\ndef build_optimizer(model, lr=1e-3): ...", None, (1e-3, DEFAULT)),
         (
             RATES.replace("lr=None", "lr=0.01").replace("lr or rate", "lr * rate"),
             None,
-            (0.01, DEFAULT),
+            (0.01, "build_optimizer's default"),
         ),
     ],
 )

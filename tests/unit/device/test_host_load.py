@@ -27,6 +27,17 @@ def test_what_this_process_does_is_not_counted(monkeypatch, tmp_path):
     assert load.others == pytest.approx(0, abs=0.02)
 
 
+def test_what_its_ranks_do_is_not_counted(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 900 0 0 0 0 0 0\n")
+    monkeypatch.setattr(host, "STAT", stat)
+    monkeypatch.setattr(host.os, "sysconf", lambda _: 100)
+    with watching_others(lambda own: 2 * own) as load:
+        work(0.3)
+        stat.write_text("cpu  160 0 0 900 0 0 0 0 0 0\n")
+    assert load.others == pytest.approx(0, abs=0.02)
+
+
 def test_a_stretch_too_short_to_tell_says_nothing():
     with watching_others() as load:
         pass
