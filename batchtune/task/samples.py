@@ -18,6 +18,7 @@ _BYTES = ""  # among the sizes of a sample, that of all of it
 _MUCH_BYTES, _MOSTLY = 16 << 20, 0.5  # in memory, and as a share of what came
 _ENOUGH_SAMPLES = 16  # to tell it from what a library takes once
 _NEXT_QUANTILE = 1.3  # times as many samples are larger
+_DEEPEST, _FEW = 3, 64  # containers in each other within an object, and what is in one that is no vocabulary
 _BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _HELD_BY = {  # a sparse tensor's dense ones, by its layout
     "torch.sparse_coo": ("_indices", "_values"),
@@ -187,13 +188,46 @@ def _parts(value: object) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return vars(value) if hasattr(value, "__dict__") else {}
+        return _attributes(value)
     if hasattr(value, "dtype") or hasattr(value, "shape"):
         return None
     to_dict = getattr(value, "to_dict", None)
     made = to_dict() if callable(to_dict) else None
     if isinstance(made, Mapping):
         return made
-    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
-    # whatever else it refers to, such as a vocabulary or the data set, is no part of it
-    return {name: each for name, each in own.items() if isinstance(each, list) or hasattr(each, "dtype")} or None
+    if isinstance(value, list | tuple | str | bytes | int | float | type) or hasattr(value, "nbytes"):
+        return None
+    # whatever else it refers to, such as a vocabulary, the data set or its neighbours in a graph, is no part of it
+    own = {name: each for name, each in _attributes(value).items() if not isinstance(each, int | float)}
+    found = {name: data for name, each in own.items() if (data := _data_of(each)) is not None}
+    return found if any(map(_has_tensor, found.values())) else None
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """By name, those in its dict and in its slots."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each) if hasattr(value, name)]
+    return {name: getattr(value, name) for name in names if not name.startswith("__")} | getattr(value, "__dict__", {})
+
+
+def _data_of(value: Any, deepest: int = _DEEPEST) -> Any:
+    """A tensor, a number, or what a list, tuple or dict has of them or of such; None for others, such as objects."""
+    if isinstance(value, int | float) or _is_tensor(value):
+        return value
+    if deepest == 0 or not value or not isinstance(value, list | tuple | dict):
+        return None
+    if len(value) > _FEW and (isinstance(value, dict) or _data_of(value[0], deepest - 1) is None):
+        return None  # a vocabulary
+    if isinstance(value, dict):
+        return {name: data for name, each in value.items() if (data := _data_of(each, deepest - 1)) is not None} or None
+    found = [data for each in value if (data := _data_of(each, deepest - 1)) is not None]
+    return (tuple(found) if isinstance(value, tuple) else found) or None
+
+
+def _has_tensor(data: Any) -> bool:
+    within = data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
+    return _is_tensor(data) or any(map(_has_tensor, within))
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")

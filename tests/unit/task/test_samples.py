@@ -166,3 +166,69 @@ def test_an_object_of_the_users_own_is_as_large_as_its_tensors_and_lists():
     seen, samples = find_largest(enumerate([Batch(3), Batch(7), Batch(5)]), 3)
     assert (seen.places, seen.differing) == ((1,), {"source.shape[1]": (3, 7), "labels": (3, 7)})
     assert len(samples[0].labels) == 7
+
+
+class Node:
+    """An object of the user's own."""
+
+    def __init__(self, **attributes) -> None:
+        vars(self).update(attributes)
+
+
+def tensor(*shape):
+    return SimpleNamespace(**vars(array(*shape)), dtype="float32")
+
+
+def test_objects_that_hold_each_other_end_nothing():
+    atoms = [Node(x=tensor(4), bonds=[], weighted=[]) for _ in range(3)]
+    for one, other in pairwise(atoms):
+        one.bonds.append(other)
+        other.bonds.append(one)
+        other.weighted.append((1.5, one))
+    atoms[0].loop = [atoms[0].bonds]
+    atoms[0].loop.append(atoms[0].loop)
+    assert tensor_bytes(atoms[:1]) == 16
+    assert sizes_of(atoms)["[].x.shape[0]"] == 4
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        Node(info={"exif": b"1" * 40, "dpi": (1, 1)}, tile=["jpeg"] * 3, quantization={0: [1] * 64}, _size=(32, 32)),
+        Node(frames=["a.png", "b.png"], ids=[1, 2, 3]),
+    ],
+)
+def test_an_object_without_tensors_has_no_sizes(image):
+    assert sizes_of(image) == {"": 0}
+
+
+def test_an_object_that_tells_its_bytes_is_asked_for_nothing_else():
+    assert sizes_of(Node(nbytes=3 << 20, frames=["a.png"] * 3, ids=[1, 2], x=tensor(3))) == {"": 3 << 20}
+
+
+def test_a_vocabulary_is_no_part_of_a_sample():
+    class Words(list):
+        def __iter__(self):
+            raise AssertionError("each word is looked at")
+
+    words = Words(f"word{number}" for number in range(100))
+    pairs = Words((word, word) for word in list.__iter__(words))
+    numbers = dict.fromkeys(range(100), 1)
+    sample = Node(words=words, pairs=pairs, numbers=numbers, ids=tensor(3))
+    assert sizes_of(sample) == {"": 12, "ids.shape[0]": 3}
+
+
+def test_tensors_in_containers_of_an_object_and_in_slots_count():
+    class Slotted:
+        __slots__ = ("left", "x")
+
+    @dataclass(slots=True)
+    class Sample:
+        x: object
+
+    slotted = Slotted()
+    slotted.x = tensor(9)
+    batch = Node(inputs={"ids": tensor(3, 8)}, pair=("name", tensor(5)), targets=[{"boxes": tensor(2, 4)}] * 70)
+    assert tensor_bytes(batch) == 96 + 20 + 70 * 32
+    assert sizes_of(batch)["targets[].boxes.shape[1]"] == 4
+    assert sizes_of(slotted) == sizes_of(Sample(tensor(9))) == {"": 36, "x.shape[0]": 9}
