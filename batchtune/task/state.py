@@ -154,7 +154,7 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
         held = {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
         self._loose = [(each, _on_host(each)) for key, each in held.items() if key not in own]
         self._gradients = [(each, _on_host(each.grad)) for each in (own | held).values()]
-        self._shared = [(each, each.state, each.param_groups) for each in optimizers]
+        self._shared = [(each, (getattr(each, "state", {}), each.param_groups)) for each in optimizers]
         self._states = [(each, io.BytesIO()) for each in objects]
         for each, file in self._states:
             torch.save(each.state_dict(), file)
@@ -162,26 +162,25 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
     def __exit__(self, _: object, ended_by: BaseException | None, *__: object) -> None:
         if isinstance(ended_by, DeviceError):  # nothing can be copied to a device on which this process has no hold
             return
+        for module, is_training in self._modes:
+            module.training = is_training
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         with torch.no_grad():
             for parameter, value in self._loose:
                 parameter.copy_(value)
-        for each, file in self._states:
-            file.seek(0)
+        loads = [(each, functools.partial(_load, each, file)) for each, file in self._states]
+        puts = [(each, functools.partial(_put_into, each, *both)) for each, both in self._shared]
+        for each, give_back in loads + puts:
             try:
-                each.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
+                give_back()
             except Exception as error:  # noqa: BLE001 - of the user's own class; the answer stands
                 text = f"{type(each).__name__} did not take its first state back: {error}"
                 warnings.warn(f"find_batch_size: {text}", stacklevel=4)
-        for optimizer, state, groups in self._shared:
-            _put_into(optimizer, state, groups)
-        for module, is_training in self._modes:
-            module.training = is_training
 
 
 def _with_held(objects: Sequence[Stateful]) -> list[Stateful]:
-    """The same and, after each optimizer, those among its attributes whose state is not its own."""
+    """The same and, after each optimizer, those in its attributes, or containers there, with a state of their own."""
     found: list[Stateful] = []
     waiting = list(reversed(objects))
     while waiting:
@@ -190,21 +189,37 @@ def _with_held(objects: Sequence[Stateful]) -> list[Stateful]:
             continue
         found.append(each)
         if isinstance(each, torch.optim.Optimizer):
-            held = [one for one in vars(each).values() if isinstance(one, torch.optim.Optimizer)]
-            waiting += [one for one in held if one.state is not each.state]
+            within = [one for value in vars(each).values() for one in (value, *_elements(value))]
+            held = [one for one in within if isinstance(one, torch.optim.Optimizer)]
+            waiting += [one for one in held if getattr(one, "state", one) is not getattr(each, "state", each)]
     return found
+
+
+def _elements(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
+def _load(each: Stateful, file: io.BytesIO) -> None:
+    file.seek(0)
+    each.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
 
 
 def _put_into(optimizer: torch.optim.Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
     """Gives an optimizer its dicts back with what was loaded, which makes new ones: others may look at the same."""
-    if optimizer.state is not state:
+    if getattr(optimizer, "state", state) is not state and _can_set(optimizer, "state"):
         loaded = dict(optimizer.state)
         state.clear()
         state.update(loaded)
         optimizer.state = state  # type: ignore[assignment]  # a defaultdict
-    for group, new in zip(groups, optimizer.param_groups, strict=False):
-        group.update(new)
-    optimizer.param_groups = groups
+    if optimizer.param_groups is not groups and _can_set(optimizer, "param_groups"):
+        for group, new in zip(groups, optimizer.param_groups, strict=False):
+            group.update(new)
+        optimizer.param_groups = groups
+
+
+def _can_set(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether it is no property without a setter, as of a wrapper, which tells of another optimizer's."""
+    return getattr(getattr(type(optimizer), name, None), "fset", name) is not None
 
 
 def _on_host(tensor: Tensor | None) -> Tensor | None:

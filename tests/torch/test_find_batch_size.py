@@ -320,6 +320,38 @@ class Wrapping(torch.optim.Optimizer):
         self.inner.param_groups = self.param_groups
 
 
+class Telling(torch.optim.Optimizer):
+    """An optimizer that tells what another one has, as wrappers do that torch's constructor has not made."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.defaults = inner, {}
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+
+
+class Both(torch.optim.Optimizer):
+    """One for each kind of parameters, as Muon with Adam."""
+
+    def __init__(self, inner) -> None:
+        super().__init__([group for each in inner for group in each.param_groups], {"lr": 0.1})
+        self.inner = inner
+
+    def step(self, closure=None):
+        for each in self.inner:
+            each.step()
+
+
 class TestWhatAStepTrains:
     """It begins its training after the search as it would have without."""
 
@@ -396,6 +428,52 @@ class TestWhatAStepTrains:
         assert_close(self.state(trained), before)
         assert outer.param_groups is inner.param_groups  # a schedule of one goes on to reach the other
         assert scheduler.optimizer.param_groups is inner.param_groups
+
+    @pytest.mark.parametrize("own", [{}, {"state": {}}, {"state": property(lambda self: self.none)}])
+    def test_so_has_one_that_tells_what_another_has(self, trained, own, recwarn):
+        model, inner, scheduler, loose = trained
+        before = self.state(trained)
+        step = self.step_of((model, type("Own", (Telling,), own)(inner), scheduler, loose))
+
+        def evaluating(batch_size):
+            step(batch_size)
+            model.eval()
+
+        assert batchtune.find_batch_size(evaluating, **SEARCH) == 8
+        assert_close(self.state(trained), before)
+        assert not [each for each in recwarn if "did not take" in str(each.message)]
+
+    def test_one_that_takes_no_state_is_told_of_and_the_answer_stands(self, trained):
+        class Closed(Wrapping):
+            def __setattr__(self, name, value):
+                if name == "param_groups" and "inner" in vars(self) and "closed" in vars(self):
+                    raise AttributeError("it is closed")
+                super().__setattr__(name, value)
+
+        model, inner, scheduler, loose = trained
+        outer = Closed(inner)
+        outer.closed = True
+        step = self.step_of((model, outer, scheduler, loose))
+        with pytest.warns(UserWarning, match="Closed did not take its first state back: it is closed"):
+            assert batchtune.find_batch_size(step, **SEARCH) == 8
+
+    @pytest.mark.parametrize("container", [list, tuple, lambda inner: dict(enumerate(inner))])
+    def test_so_have_those_in_a_list_or_dict_of_another(self, trained, container):
+        model, adam, _, loose = trained
+        momentum = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1, momentum=0.9)
+        outer = Both([adam, momentum])
+        outer.inner = container(outer.inner)
+        before = self.state(trained)
+
+        def step(batch_size):
+            model(torch.rand(batch_size + 1, 4) * loose).backward()
+            momentum.param_groups[0]["params"][0].grad = torch.ones(2)
+            for each in outer.inner.values() if isinstance(outer.inner, dict) else outer.inner:
+                each.step()
+
+        assert batchtune.find_batch_size(step, **SEARCH, restore=(model, outer)) == 8
+        assert_close(self.state(trained), before)
+        assert not momentum.state
 
     def test_unless_it_is_not_to_be(self, trained):
         before = trained[0].out.weight.clone()

@@ -73,6 +73,7 @@ class TrainerTask(FromLoader):
         """Forgets the model in training, whose memory the next attempt needs."""
         self._trainer.model = self._trainer.model_wrapped = self._given[0]
         self._trainer.optimizer = self._trainer.lr_scheduler = None
+        self._beside.leave()
 
     @contextlib.contextmanager
     def _holding(self, model: nn.Module) -> Iterator[HuggingFaceTrainer]:
@@ -207,12 +208,16 @@ class _Beside:
 
     def __init__(self, trainer: HuggingFaceTrainer) -> None:
         self._trainer = trainer
-        others = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
-        models = (trainer.model, trainer.model_wrapped)
+        modules = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
+        paths = {id(each): path for path, each in trainer.model.named_modules()}
+        self._of_model = {name: (each, paths[id(each)]) for name, each in modules.items() if id(each) in paths}
+        shared = {id(each) for each in trainer.model.parameters()}  # what wraps a part of the model is left as it is
         self._given = {
             name: each
-            for name, each in others.items()
-            if not any(each is model for model in models) and _device_of(each) in {None, trainer.args.device}
+            for name, each in modules.items()
+            if name not in self._of_model
+            and _device_of(each) in {None, trainer.args.device}
+            and not any(id(one) in shared for one in each.parameters())
         }
 
     def put_back(self) -> None:
@@ -220,8 +225,15 @@ class _Beside:
         for name, each in self._given.items():
             setattr(self._trainer, name, each)
 
+    def leave(self) -> None:
+        """Parts of the model are the given one's again."""
+        for name, (each, _) in self._of_model.items():
+            setattr(self._trainer, name, each)
+
     def follow(self, model: nn.Module) -> None:
-        """Copies of them are where the model is, as those of a script are that trains on one device."""
+        """Parts of the model are this one's; copies of the others are where it is, as on a script's one device."""
+        for name, (_, path) in self._of_model.items():
+            setattr(self._trainer, name, model.get_submodule(path))
         device = _device_of(model)
         for name, each in self._given.items():
             if device is not None and _device_of(getattr(self._trainer, name)) not in {None, device}:

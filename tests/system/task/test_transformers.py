@@ -124,6 +124,23 @@ class TestATrainer:
         assert places == ["cpu", "meta", "cpu"]
         assert task.adapted._trainer.teacher is given  # and no copy, where it is there already
 
+    @pytest.mark.parametrize("init", ["", "model_init=lambda: bert(), "])
+    def test_a_part_of_the_model_beside_it_is_that_of_the_model_in_training(self, trainer_task, init):
+        ours = "class Ours(hf.Trainer):\n    def __init__(self, *args, **kw):\n        super().__init__(*args, **kw)\n"
+        ours += "        self.head, self.net = self.model.classifier, self.model\n"
+        ours += "        self.sharing = torch.nn.Sequential(self.head)\n"
+        ours += "    def compute_loss(self, model, inputs, **_):\n"
+        ours += "        return self.head(self.net.bert(inputs['input_ids']).pooler_output).square().mean()\n"
+        task = trainer_task(f"Ours, {init}use_cpu=True", ours)
+        given, sharing = task.adapted._trainer.head, task.adapted._trainer.sharing
+        for device in ("cpu", "meta", "cpu"):
+            model, batch = task.model().to(device), task.worst_batch(2)
+            task.loss(model, {name: each.to(device) for name, each in batch.items()}).backward()
+            assert model.classifier.weight.grad.device.type == device
+            assert task.adapted._trainer.head is given  # which holds no memory of the next attempt's
+            assert task.adapted._trainer.sharing is sharing
+        assert given.weight.grad is None
+
     def test_model_init_makes_new_ones(self, trainer_task):
         task = trainer_task("model_init=lambda: bert()")
         assert not torch.equal(task.model().classifier.weight, task.model().classifier.weight)
