@@ -223,13 +223,13 @@ class TestAHealthyChild:
         arguments = train_arguments(limit_seconds=60.0, evaluate_every=0.01)
         answer = same_child.call(Train(spec=RunSpec(**arguments)), timeout=60, on_event=until_the_third)
         assert answer.evaluation_seconds > 0
-        assert replace(answer, evaluation_seconds=None) == RunEnd("pruned")
+        assert replace(answer, evaluation_seconds=None, starting_seconds=None) == RunEnd("pruned")
         assert [point.samples > 0 for point in points] == [False, True, True]
 
     def test_a_run_goes_on_to_its_limit_when_nobody_looks(self, same_child):
         answer = same_child.call(Train(spec=RunSpec(**train_arguments())), timeout=60)
         assert answer.evaluation_seconds > 0
-        assert replace(answer, evaluation_seconds=None) == RunEnd("finished")
+        assert replace(answer, evaluation_seconds=None, starting_seconds=None) == RunEnd("finished")
 
 
 def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, float, bool]:
