@@ -28,14 +28,15 @@ def test_what_this_process_does_is_not_counted(monkeypatch, tmp_path):
 
 
 def test_what_its_ranks_do_is_not_counted(monkeypatch, tmp_path):
-    stat = tmp_path / "stat"
+    stat, own = tmp_path / "stat", iter([(1.0, 0.0, 0.0, 0.0, 9.0), (1.3, 0.0, 0.0, 0.0, 9.3)])
     stat.write_text("cpu  100 0 0 900 0 0 0 0 0 0\n")
     monkeypatch.setattr(host, "STAT", stat)
     monkeypatch.setattr(host.os, "sysconf", lambda _: 100)
-    with watching_others(lambda own: 2 * own) as load:
-        work(0.3)
+    monkeypatch.setattr(host.os, "times", lambda: next(own))
+    with watching_others(lambda seconds: 2 * seconds) as load:
+        time.sleep(0.12)
         stat.write_text("cpu  160 0 0 900 0 0 0 0 0 0\n")
-    assert load.others == pytest.approx(0, abs=0.02)
+    assert load.others == pytest.approx(0, abs=1e-9)
 
 
 def test_a_stretch_too_short_to_tell_says_nothing():
