@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
@@ -28,8 +26,8 @@ from batchtune.task.adapting import (
     set_learning_rate,
 )
 from batchtune.task.adapting.plateau import OnPlateau
+from batchtune.task.transformers.beside import Beside, HuggingFaceTrainer
 
-HuggingFaceTrainer: TypeAlias = Any  # Transformers is no dependency, so its types are not looked at
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULES = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
 _OF_EVALUATION = ("eval_strategy", "metric_for_best_model")  # for which a schedule may wait
@@ -58,7 +56,7 @@ class TrainerTask(FromLoader):
         if self._args.max_grad_norm:
             self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []
-        self._beside = _Beside(trainer)
+        self._beside = Beside(trainer)
         self._given = (trainer.model.to("cpu"), trainer.optimizer)
         rate = highest_rate([trainer.optimizer]) if trainer.optimizer is not None else float(self._args.learning_rate)
         self._current_rate = rate, "optimizers of the Trainer" if trainer.optimizer is not None else "learning_rate"
@@ -201,48 +199,6 @@ class TrainerTask(FromLoader):
             raise self.refused(f"{what} is not among what it evaluates: {', '.join(numbers)}")
         self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
-
-
-class _Beside:
-    """Modules that a Trainer of the user's own has beside its model, such as a teacher, where they are with it."""
-
-    def __init__(self, trainer: HuggingFaceTrainer) -> None:
-        self._trainer = trainer
-        modules = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
-        paths = {id(each): path for path, each in trainer.model.named_modules()}
-        self._of_model = {name: (each, paths[id(each)]) for name, each in modules.items() if id(each) in paths}
-        shared = {id(each) for each in trainer.model.parameters()}  # what wraps a part of the model is left as it is
-        self._given = {
-            name: each
-            for name, each in modules.items()
-            if name not in self._of_model
-            and _device_of(each) in {None, trainer.args.device}
-            and not any(id(one) in shared for one in each.parameters())
-        }
-
-    def put_back(self) -> None:
-        """What was made for a model before, on its device, is let go."""
-        for name, each in self._given.items():
-            setattr(self._trainer, name, each)
-
-    def leave(self) -> None:
-        """Parts of the model are the given one's again."""
-        for name, (each, _) in self._of_model.items():
-            setattr(self._trainer, name, each)
-
-    def follow(self, model: nn.Module) -> None:
-        """Parts of the model are this one's; copies of the others are where it is, as on a script's one device."""
-        for name, (_, path) in self._of_model.items():
-            setattr(self._trainer, name, model.get_submodule(path))
-        device = _device_of(model)
-        for name, each in self._given.items():
-            if device is not None and _device_of(getattr(self._trainer, name)) not in {None, device}:
-                setattr(self._trainer, name, real_copy(each).to(device))
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    """Where its parameters or buffers are; None without any."""
-    return next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
 
 
 def _not_honoured(trainer: HuggingFaceTrainer) -> dict[str, bool]:
