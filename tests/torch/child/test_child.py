@@ -178,6 +178,18 @@ def test_a_step_of_ones_own_that_asks_for_no_precision_is_told(done, opening, tm
     assert [note.startswith("model.py has no autocast: ") for note in notes] == [True] * told
 
 
+@pytest.fixture
+def told_in_a_study(done, opening, tmp_path):
+    """A function that adds to the task's file, and returns the notes of a study of it."""
+
+    def told(text):
+        with (tmp_path / "model.py").open("a") as task:
+            task.write(f"{text}\ndef train_dataset(): return [1, 2]\ndef evaluate(model): return 1.0\n")
+        return Child(None).open(opening.but(purpose="tune")).notes
+
+    return told
+
+
 @pytest.mark.parametrize(
     ("made", "is_used"),
     [
@@ -188,16 +200,9 @@ def test_a_step_of_ones_own_that_asks_for_no_precision_is_told(done, opening, tm
         ("torch.optim.Adam(model.parameters(), lr=max(lr, 1e-2))", True),
     ],
 )
-def test_an_optimizer_that_takes_no_notice_of_the_rate_is_told(done, opening, tmp_path, made, is_used):
-    with (tmp_path / "model.py").open("a") as task:
-        task.write(
-            "import torch\n"
-            "def build_model(): return torch.nn.Linear(2, 1)\n"
-            f"def build_optimizer(model, lr): return {made}\n"
-            "def train_dataset(): return [1, 2]\n"
-            "def evaluate(model): return 1.0\n"
-        )
-    notes = Child(None).open(opening.but(purpose="tune")).notes
+def test_an_optimizer_that_takes_no_notice_of_the_rate_is_told(told_in_a_study, opening, made, is_used):
+    model = "import torch\ndef build_model(): return torch.nn.Linear(2, 1)\n"
+    notes = told_in_a_study(f"{model}def build_optimizer(model, lr): return {made}")
     assert [note.partition(",")[0] for note in notes] == ["build_optimizer makes the same whatever lr it is given"] * (
         not is_used
     )
@@ -239,15 +244,9 @@ def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path)
         ("SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer, 1, 0, total_steps)], [9])", None),
     ],
 )
-def test_a_schedule_that_was_written_for_epochs_is_told(done, opening, tmp_path, made, within):
-    with (tmp_path / "model.py").open("a") as task:
-        task.write(
-            "from torch.optim.lr_scheduler import *\n"
-            f"def build_scheduler(optimizer, total_steps, steps_per_epoch): return {made}\n"
-            "def train_dataset(): return [1, 2]\n"
-            "def evaluate(model): return 1.0\n"
-        )
-    notes = Child(None).open(opening.but(purpose="tune")).notes
+def test_a_schedule_that_was_written_for_epochs_is_told(told_in_a_study, made, within):
+    asked = "def build_scheduler(optimizer, total_steps, steps_per_epoch)"
+    notes = told_in_a_study(f"from torch.optim.lr_scheduler import *\n{asked}: return {made}")
     told = [
         f"{made.partition('(')[0]} takes the learning rate below a hundredth within {within} of 1,000 optimizer steps"
     ]
