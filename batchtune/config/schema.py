@@ -82,6 +82,11 @@ class Baseline(Section):
         return [key for key in ("batch_size", "learning_rate") if key not in self.model_fields_set]
 
 
+def _rises(metric: str) -> bool:
+    """Whether more of a metric is better, by its name."""
+    return _RISES.search(metric.lower()) is not None
+
+
 class Objective(Section):
     """What makes one configuration better than another."""
 
@@ -100,7 +105,7 @@ class Objective(Section):
 
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
-        if "goal" not in self.model_fields_set and _RISES.search(self.metric.lower()):
+        if "goal" not in self.model_fields_set and _rises(self.metric):
             raise ValueError(
                 f"{self.metric!r} looks like one to maximize: write objective.goal=maximize (or minimize, or --target)"
             )
@@ -115,9 +120,11 @@ class Objective(Section):
         return found
 
     def as_typed(self, told: str) -> str:
-        """A sentence on `objective.metric` in the words of who has typed the metric with its target."""
+        """A sentence that proposes a metric: with the target where that was typed with it, else with a goal it needs."""
         if not (typed := SOLVED.fullmatch(self._typed)) or typed[1] != self.metric:
-            return told
+            needs_goal = "goal" not in self.model_fields_set
+            proposed = re.search(r"objective\.metric=(\S+)", told)
+            return f"{told} objective.goal=maximize" if needs_goal and proposed and _rises(proposed[1]) else told
         found = re.sub(r"objective\.metric=(\S+)", rf'--target "\1{self._typed.removeprefix(self.metric)}"', told)
         is_named, named = f"objective.metric '{self.metric}'", f"--target {self._typed}:"
         return found.replace(f"{is_named}:", named).replace(is_named, f"{named} '{self.metric}'")

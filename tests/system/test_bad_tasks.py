@@ -129,7 +129,7 @@ TASKS = {
     ),
     "does not return the metric": Bad(
         "def evaluate(model):\n    return {'accuracy': 0.5}",
-        ["objective.metric 'val_loss' is not among what evaluate.* returns: accuracy"],
+        ["'val_loss' is not among what .* returns: accuracy; choose one: .*=accuracy objective.goal=maximize"],
         tune=2,
     ),
     "has no evaluate that returns the metric": Bad(

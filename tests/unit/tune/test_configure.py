@@ -83,6 +83,15 @@ def test_what_is_said_of_a_metric_is_said_in_the_words_of_who_typed_its_target(t
     assert configure("config.yaml", target="f1>0.9", overrides=keys).objective.as_typed(told) == told
 
 
+@pytest.mark.parametrize(
+    ("metric", "overrides", "also"),
+    [("acc", [], " objective.goal=maximize"), ("mse", [], ""), ("acc", ["objective.goal=minimize"], "")],
+)
+def test_a_metric_is_proposed_with_the_goal_that_it_needs(metric, overrides, also):
+    told = f"objective.metric 'val_loss' is not among what evaluate() returns; choose one: objective.metric={metric}"
+    assert configure("config.yaml", overrides=overrides).objective.as_typed(told) == told + also
+
+
 def test_a_key_and_a_value_win_over_an_option():
     assert configure("model.py", batch_size=64, lr=1.0, overrides=["baseline.batch_size=16"]).baseline.batch_size == 16
 
