@@ -120,7 +120,7 @@ class Objective(Section):
         return found
 
     def as_typed(self, told: str) -> str:
-        """A sentence that proposes a metric: with the target where that was typed with it, else with a goal it needs."""
+        """A sentence that proposes a metric: with the target where one was typed, else with the goal that it needs."""
         if not (typed := SOLVED.fullmatch(self._typed)) or typed[1] != self.metric:
             needs_goal = "goal" not in self.model_fields_set
             proposed = re.search(r"objective\.metric=(\S+)", told)

@@ -476,7 +476,7 @@ def test_colours_are_for_terminals_and_no_color_is_honoured(tuned):
     assert not coloured.search(on_a_terminal(tuned.cli, "report", NO_COLOR="1"))
 
 
-@pytest.mark.parametrize("refused", [("--workers", "99"), ("--warm-start", "none")])
+@pytest.mark.parametrize("refused", [("--workers", "99"), ("--warm-start", "none"), ("--storage", "grpc+://h")])
 def test_a_dry_run_refuses_what_the_command_would(quick_cli, refused):
     finished = quick_cli("tune", "config.yaml", "--dry-run", *refused)
     assert finished.code == 2

@@ -8,29 +8,35 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import optuna
 from optuna import Study
 from optuna.exceptions import StorageInternalError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage, _StudyInfo
 from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._storage import JournalStorageReplayResult
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import Value
+from batchtune.errors import UsageError
 
 HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 """How often a machine says that a run is alive, and after which silence it is not: an outage is shorter."""
 PATIENCE_SECONDS = 120.0
 """How long a database may be away."""
+READY_SECONDS = 10.0
+"""How long a proxy may take to answer."""
 _RETRY_SECONDS = 1.0
 _OPENINGS = 5  # of tables and of versions, which Optuna writes one after the other
 STARTING_SECONDS = 10.0  # in which a run's parameters and attributes are written; it is not read again before its end
+_GRPC, _GRPC_PORT = "grpc://", 13000  # the port is Optuna's own default
+_PACKAGES = {"psycopg": '"batchtune-cli[postgresql]"', "MySQLdb": "mysqlclient", "grpc": "grpcio"}
 Returned = TypeVar("Returned")
 
 
@@ -45,7 +51,62 @@ def requeue(study: Study, trial: FrozenTrial) -> None:
     study.enqueue_trial(params_of(trial), user_attrs=attributes | {"retry_of": trial.number})
 
 
-def open_database(url: str) -> SharedStorage:
+def open_own(url: str) -> BaseStorage:
+    """Opens a storage of the user's: a database, a SQLite file, or Optuna's gRPC proxy of one.
+
+    Raises:
+        UsageError: it cannot be reached, or its driver is not installed.
+    """
+    with _told(url):
+        if url.startswith("sqlite"):  # one machine's
+            return optuna.storages.get_storage(url)
+        return _proxy(url) if url.startswith(_GRPC) else _open_database(url)
+
+
+def reach(url: str) -> None:
+    """Looks whether `open_own` would find somebody there, and writes nothing; it raises what that does."""
+    with _told(url):
+        if url.startswith(_GRPC):
+            _proxy(url).close()
+            return
+        from sqlalchemy import NullPool, create_engine
+
+        engine = create_engine(url, poolclass=NullPool)
+        place = Path(engine.url.database or "") if url.startswith("sqlite") else None
+        if place is None or place.is_file():
+            engine.connect().close()
+        elif not place.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {place.parent}")
+
+
+@contextlib.contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Whatever a driver raises within the block becomes one line."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - drivers raise what they like
+        missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
+        if missing:
+            package = _PACKAGES.get(missing, missing)
+            raise UsageError(f"storage {url}: {missing} is not installed; run: pip install {package}") from None
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"storage {url} cannot be opened: {text[:200]}") from None
+
+
+def _proxy(url: str) -> GrpcStorageProxy:
+    """Optuna's gRPC proxy of a database; it tells no signs of life, so it is for one machine at a time.
+
+    Raises:
+        ConnectionError: nobody answers there.
+    """
+    place = urlsplit(url)
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+        proxy = GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
+    proxy.wait_server_ready(READY_SECONDS)
+    return proxy
+
+
+def _open_database(url: str) -> SharedStorage:
     """Opens a database; where another machine makes its tables at the same moment, finds them there the next time."""
     from sqlalchemy.exc import DBAPIError
 

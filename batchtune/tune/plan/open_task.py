@@ -34,6 +34,10 @@ def check(config: Config, observer: Observer) -> dict[str, object]:
     if not isinstance(config, Config):
         raise UsageError(f"the configuration is {kind_of(config)}; it must be a batchtune.config.schema.Config")
     require_executor(config.executor)
+    if config.storage is not None:
+        from batchtune.tune.optuna_parts.storages import reach  # with Optuna, which takes a while
+
+        reach(config.storage)
     workers = config.workers if config.executor == "local" else 1  # a cluster's are counted there
     with WorkerPool(worker_settings(config), workers, observer, config.ranks) as pool:
         opened = open_task(pool.first, config)

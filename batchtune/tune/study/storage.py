@@ -12,7 +12,6 @@ import time
 import warnings
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import optuna
 from optuna import Study
@@ -26,7 +25,7 @@ from batchtune.document import Document, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Json
 from batchtune.run_folder import THE_CODE, cut_to_whole_lines, differs
-from batchtune.tune.optuna_parts.storages import Journal, open_database
+from batchtune.tune.optuna_parts.storages import Journal, open_own
 from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.verdict.recommend import recommend
@@ -36,9 +35,6 @@ from batchtune.vocabulary import Goal
 Kept = TypeVar("Kept", bound=Document)
 _BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written
-READY_SECONDS = 10.0
-_GRPC, _GRPC_PORT = "grpc://", 13000  # the port is Optuna's own default
-_PACKAGES = {"psycopg": '"batchtune-cli[postgresql]"', "MySQLdb": "mysqlclient", "grpc": "grpcio"}
 
 
 class Machines:
@@ -172,19 +168,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
                 raise
             remedy = "take the line away and start again, or use --fresh to start over"
             raise UsageError(f"{journal}: line {line} is damaged; {remedy}") from None
-    try:
-        if storage.startswith("sqlite"):  # one machine's
-            return optuna.storages.get_storage(storage)
-        if storage.startswith(_GRPC):
-            return _proxy(storage)
-        return open_database(storage)
-    except Exception as error:  # noqa: BLE001 - drivers raise what they like
-        missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
-        if missing:
-            package = _PACKAGES.get(missing, missing)
-            raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
+    return open_own(storage)
 
 
 def as_in_journal(result: Kept, folder: Path) -> Kept | None:
@@ -216,16 +200,3 @@ def _damaged_line(journal: Path) -> int | None:
                 continue
         return number
     return None
-
-
-def _proxy(url: str) -> BaseStorage:
-    """Optuna's gRPC proxy of a database; it tells no signs of life, so it is for one machine at a time.
-
-    Raises:
-        ConnectionError: nobody answers there.
-    """
-    place = urlsplit(url)
-    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-        proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
-    proxy.wait_server_ready(READY_SECONDS)
-    return proxy

@@ -14,15 +14,26 @@ from batchtune.errors import UsageError
 from batchtune.result import Result
 from batchtune.tune.optuna_parts import storages
 from batchtune.tune.optuna_parts.storages import Journal, SharedStorage
-from batchtune.tune.study import storage as storage_module
-from batchtune.tune.study.storage import as_in_journal, open_storage
+from batchtune.tune.study.storage import as_in_journal, open_storage, open_study
 
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
     pytest.importorskip("grpc", reason="grpcio is not installed")
-    monkeypatch.setattr(storage_module, "READY_SECONDS", 0.5)
+    monkeypatch.setattr(storages, "READY_SECONDS", 0.5)
     with pytest.raises(UsageError, match=r"storage grpc://127.0.0.1:9 cannot be opened: GRPC connection timeout"):
         open_storage("grpc://127.0.0.1:9", tmp_path)
+    with pytest.raises(UsageError, match=r"cannot be opened: GRPC connection timeout"):
+        storages.reach("grpc://127.0.0.1:9")
+
+
+def test_who_only_looks_for_a_storage_writes_nothing(tmp_path):
+    storages.reach(f"sqlite:///{tmp_path}/studies.db")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match=r"cannot be opened: there is no folder .*nowhere"):
+        storages.reach(f"sqlite:///{tmp_path}/nowhere/studies.db")
+    (tmp_path / "studies.db").write_bytes(b"")
+    storages.reach(f"sqlite:///{tmp_path}/studies.db")
+    assert (tmp_path / "studies.db").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +138,7 @@ def test_what_a_killed_study_has_finished_since_it_last_saved_is_in_its_report(t
     saved = Result(kind="tune", status="interrupted", name="killed", task={"path": "model.py"}, trials=[])
     assert as_in_journal(saved, tmp_path) is None  # there is neither
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    study = storage_module.open_study(Journal(tmp_path / "study.log"), config)
+    study = open_study(Journal(tmp_path / "study.log"), config)
     for role, seconds in (("baseline", 9.0), ("search", 5.0)):
         trial = study.ask({"batch_size": IntDistribution(1, 99), "learning_rate": FloatDistribution(1e-3, 1e-1)})
         study._storage.set_trial_user_attr(trial._trial_id, "role", role)
