@@ -78,8 +78,11 @@ class HostMemory(DeviceMemory):
         self._imported_bytes = now.get("VmRSS", 0) - _loaded_early_bytes
         # An only tensor may pass the limit at once; beyond what is free it would end other programs.
         reserve = min(limit_bytes, max(0, free - limit_bytes)) + (torch.get_num_threads() + 4) * _ARENA_BYTES
-        self._most_bytes = now.get("VmSize", 0) + limit_bytes + reserve
-        self._limits_before = resource.getrlimit(resource.RLIMIT_AS)
+        self._limits_before = own, _ = resource.getrlimit(resource.RLIMIT_AS)
+        most = now.get("VmSize", 0) + limit_bytes + reserve
+        self._most_bytes = (
+            most if own == resource.RLIM_INFINITY else min(most, own)
+        )  # `ulimit -v` holds for training, too
         self._limit_bytes = limit_bytes
         self._allow(self._most_bytes)
         self._ended = threading.Event()

@@ -164,6 +164,28 @@ print(json.dumps([os.read(read, 4096).decode() for read, _ in pipes]))
 """
 
 
+UNDER_ULIMIT = """
+import json, resource, sys, torch
+from batchtune.device.host_memory import HostMemory
+soft, hard = (int(each) for each in sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+memory = HostMemory()
+memory.enforce(4 << 30)
+torch.empty(1 << 28)
+allowed = resource.getrlimit(resource.RLIMIT_AS)
+try:
+    torch.empty(4 << 30)
+except RuntimeError:
+    memory.lift()
+    print(json.dumps([allowed, resource.getrlimit(resource.RLIMIT_AS)]))
+"""
+
+
+@pytest.mark.parametrize("hard", [3 * GIB, 2**63 - 1])
+def test_what_ulimit_leaves_is_all_there_is(hard):
+    assert run(UNDER_ULIMIT, 3 * GIB, hard) == [[3 * GIB, hard]] * 2
+
+
 def test_forks_of_one_image_have_the_same_heap_until_they_are_shaken():
     as_it_is, again, first, first_again, second = run(SHAKEN)
     assert as_it_is == again
