@@ -1,4 +1,4 @@
-"""The host: its processors, what other programs used of them, and whether its kernel killed a process for memory."""
+"""The host: its processors and what other programs used of them, what cgroups leave of its memory, and kills for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from typing import TypeVar
 T = TypeVar("T")
 STAT, STATUS = Path("/proc/stat"), Path("/proc/self/status")
 _WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, and waiting for one
+_MEMORY_FILES = (  # of cgroups: the limit, what is used of it, and the field of memory.stat
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
 BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
 _LEAST_SECONDS = 0.1  # the kernel counts in hundredths of a second
@@ -120,31 +124,50 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
     The count only grows; None where the system keeps none.
     """
-    for file in _counters(root):
-        try:
-            text = file.read_text(encoding="ascii", errors="replace")
-        except OSError:
-            continue
-        if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
-            return int(found[1])
+    counters = [folder / name for folder in _memory_groups(root) for name in ("memory.events", "memory.oom_control")]
+    for file in [*counters, root / "proc/vmstat"]:
+        if (found := _figure(file, "oom_kill")) is not None:
+            return found
     return None
 
 
-def _counters(root: Path) -> list[Path]:
-    """The nearest counter first: version 2 of cgroups, version 1, the host."""
+def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Bytes that each of our cgroups with a limit may hold (a container's, a Slurm job's), and what is left of them.
+
+    Files that are dropped as soon as their memory is wanted are left, too.
+    """
+    found = []
+    for folder in _memory_groups(root):
+        for limit, used, files in _MEMORY_FILES:
+            most, now = _figure(folder / limit), _figure(folder / used)
+            if most is not None and now is not None:
+                now -= _figure(folder / "memory.stat", files) or 0
+                found.append((most, max(0, most - max(0, now))))
+    return found
+
+
+def _memory_groups(root: Path) -> list[Path]:
+    """The folders of the cgroups that count our memory, our own first and then those that hold it: version 2, then 1.
+
+    A container may see its own group as the root, whatever its path.
+    """
     try:
         text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    own = {names: path.lstrip("/") for names, path in re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE)}
-    groups = root / "sys/fs/cgroup"
-    return [
-        groups / own.get("", "") / "memory.events",
-        groups / "memory.events",  # a container may see its own group as the root
-        groups / "memory" / own.get("memory", "") / "memory.oom_control",
-        groups / "memory" / "memory.oom_control",
-        root / "proc/vmstat",
-    ]
+    own = {names: path for names, path in re.findall(r"^\d+:([^:]*):/(.*)$", text, re.MULTILINE) if ".." not in path}
+    groups = [(root / "sys/fs/cgroup", own.get("", "")), (root / "sys/fs/cgroup/memory", own.get("memory", ""))]
+    return [base / inner for base, path in groups for inner in (Path(path), *Path(path).parents)]
+
+
+def _figure(file: Path, field: str = "") -> int | None:
+    """A number that is all of a file, or follows a field's name there; None where there is none."""
+    try:
+        text = file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = re.search(rf"^{field} ?(\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def describe_kill(before: int | None, after: int | None) -> str:

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from batchtune.device._base import DeviceMemory, Peaks, require_no_more
-from batchtune.device.host import STATUS, proc_fields, resident_bytes
+from batchtune.device.host import STATUS, cgroup_memory, proc_fields, resident_bytes
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
+SYSTEM = Path("/")  # where /proc and /sys are
 _LOOK_SECONDS = 0.005  # between two looks at what is resident
 _ROOM_BYTES = 16 << 20  # for what Python itself makes once a limit was passed
 _ARENA_BYTES = 136 << 20  # of address space that a thread may reserve and not use: glibc's arena, and its stack
@@ -54,12 +53,11 @@ class HostMemory(DeviceMemory):
         self._ended = threading.Event()
 
     def describe(self) -> tuple[str, int | None, int | None]:
-        meminfo = proc_fields(MEMINFO)
+        meminfo = proc_fields(SYSTEM / "proc/meminfo")
         total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-        cap, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-        if total and free and cap and used is not None and cap < total:  # a container's memory is its own
-            used -= _cgroup_bytes("memory.stat", "inactive_file") or 0  # files that are dropped as soon as it is wanted
-            total, free = cap, min(free, max(0, cap - max(0, used)))
+        if total and free:
+            own = [(limit, left) for limit, left in cgroup_memory(SYSTEM) if limit < total]  # a container's, or a job's
+            total, free = (min(each) for each in zip((total, free), *own, strict=True))
         return f"{_processor()} ({os.cpu_count()} cores)", total, free
 
     def default_limit(self, margin: float) -> int | None:
@@ -186,16 +184,6 @@ def _map_what_the_image_has() -> None:
                     numbers = [number for number, _ in pages]
                     start = ctypes.c_void_p(first + numbers[0] * page)
                     advise(start, ctypes.c_size_t(len(numbers) * page), _MADV_POPULATE_READ)
-
-
-def _cgroup_bytes(file: str, field: str = "") -> int | None:
-    """A figure that our cgroup keeps in a file of its own, or in a line that begins with the field's name."""
-    try:
-        text = (CGROUP / file).read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(rf"^{field} ?(\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
 
 
 def _processor() -> str:

@@ -201,32 +201,57 @@ def test_the_host_is_named_with_its_memory_and_what_is_free():
 
 @pytest.fixture
 def container(monkeypatch, tmp_path):
-    """A host of 64 GiB, 20 of them free, and a cgroup folder with these files."""
-    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {20 << 20} kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    """A host of 64 GiB, 20 of them free, and cgroups with these files."""
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
 
     def write(**files):
-        for name, text in files.items():
-            (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+        memory = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {20 << 20} kB"}
+        for path, text in (memory | files).items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(f"{text}\n")
 
     return write
+
+
+def version_2(folder="", **figures):
+    return {f"sys/fs/cgroup/{folder}memory.{name}": text for name, text in figures.items()}
+
+
+IN_A_JOB = {"proc/self/cgroup": "0::/slurm/job_7/step_0"} | version_2("slurm/job_7/step_0/", max="max", current=GIB)
+FIRST_VERSION = {
+    "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n0::/",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": 2**63 - 4096,
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": 9 * GIB,
+    "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 6 * GIB,
+    "sys/fs/cgroup/memory/job/memory.usage_in_bytes": 3 * GIB,
+    "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}",
+}
 
 
 @pytest.mark.parametrize(
     ("files", "total", "free"),
     [
-        ({"max": 4 * GIB, "current": 1 * GIB}, 4 * GIB, 3 * GIB),
-        ({"max": 4 * GIB, "current": 0}, 4 * GIB, 4 * GIB),
+        (version_2(max=4 * GIB, current=1 * GIB), 4 * GIB, 3 * GIB),
+        (version_2(max=4 * GIB, current=0), 4 * GIB, 4 * GIB),
         ({}, 64 * GIB, 20 * GIB),
-        ({"max": "max", "current": 1 * GIB}, 64 * GIB, 20 * GIB),
-        ({"max": 30 * GIB, "current": 2 * GIB}, 30 * GIB, 20 * GIB),
+        (version_2(max="max", current=1 * GIB), 64 * GIB, 20 * GIB),
+        (version_2(max=30 * GIB, current=2 * GIB), 30 * GIB, 20 * GIB),
         (
-            {"max": 4 * GIB, "current": 4 * GIB, "stat": f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}"},
+            version_2(max=4 * GIB, current=4 * GIB, stat=f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}"),
             4 * GIB,
             2 * GIB,
         ),
-        ({"max": 4 * GIB, "current": 5 * GIB}, 4 * GIB, 0),
+        (version_2(max=4 * GIB, current=5 * GIB), 4 * GIB, 0),
+        (IN_A_JOB | version_2("slurm/job_7/", max=8 * GIB, current=3 * GIB), 8 * GIB, 5 * GIB),
+        (
+            IN_A_JOB
+            | version_2("slurm/job_7/", max=8 * GIB, current=1 * GIB)
+            | version_2("slurm/", max=9 * GIB, current=7 * GIB),
+            8 * GIB,
+            2 * GIB,
+        ),
+        (FIRST_VERSION, 6 * GIB, 4 * GIB),
+        (version_2(max=4 * GIB, current=1 * GIB) | {"proc/self/cgroup": "0::/../elsewhere"}, 4 * GIB, 3 * GIB),
     ],
     ids=[
         "a container's is its own",
@@ -236,6 +261,10 @@ def container(monkeypatch, tmp_path):
         "a busy host with a container",
         "files that nobody uses are no use of memory",
         "a full one",
+        "a job whose step has no limit of its own",
+        "a job of whose memory others leave less",
+        "a job by the first version of cgroups",
+        "a container whose group lies elsewhere",
     ],
 )
 def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, total, free):
@@ -247,7 +276,7 @@ def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, to
 
 
 def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "nothing")
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
     assert HostMemory().default_limit(margin=0.05) is None
 
 
