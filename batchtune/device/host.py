@@ -19,7 +19,7 @@ _MEMORY_FILES = (  # of cgroups: the limit, what is used of it, and the field of
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
-BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
+BUSY = 0.2  # share of our processors that others use; less hardly slows a step
 _LEAST_SECONDS = 0.1  # the kernel counts in hundredths of a second
 
 
@@ -28,8 +28,8 @@ class HostLoad:
     """What a stretch of time told once it has ended.
 
     Attributes:
-        others: share of all processors, 0 to 1, that was busy with something else than this process and its children
-            that ended; None where the system does not tell, or the stretch was too short.
+        others: share of the processors that this process may use, 0 to 1, that was busy with something else than it and
+            its children that ended; None where the system does not tell, or the stretch was too short.
     """
 
     others: float | None = None
@@ -37,18 +37,18 @@ class HostLoad:
 
 @contextlib.contextmanager
 def watching_others(together: Callable[[float], float] = lambda own: own) -> Iterator[HostLoad]:
-    """Compares the busy time of the machine with that of this process for as long as the block runs.
+    """Compares the busy time of our processors with that of this process for as long as the block runs.
 
     Args:
         together: from this process' own seconds, those of all that are at the same work.
     """
-    load = HostLoad()
-    busy, own, began = _busy_seconds(), together(_own_seconds()), time.perf_counter()
+    load, ours = HostLoad(), _processors()
+    busy, own, began = _busy_seconds(ours), together(_own_seconds()), time.perf_counter()
     yield load
-    elapsed, after, own = time.perf_counter() - began, _busy_seconds(), together(_own_seconds()) - own
+    elapsed, after, own = time.perf_counter() - began, _busy_seconds(ours), together(_own_seconds()) - own
     if busy is not None and after is not None and elapsed >= _LEAST_SECONDS:
         others = (after - busy) - own
-        load.others = min(1.0, max(0.0, others / (elapsed * (os.cpu_count() or 1))))
+        load.others = min(1.0, max(0.0, others / (elapsed * len(ours))))
 
 
 def waited_seconds() -> float:
@@ -75,11 +75,13 @@ def _own_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def _busy_seconds() -> float | None:
-    """Seconds that the processors together have worked since the start of the system; None where it does not tell."""
+def _busy_seconds(of: set[int]) -> float | None:
+    """Seconds that these processors together have worked since the start of the system; None where it does not tell."""
+    names = {f"cpu{number}" for number in of}
     try:
-        fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
-        return sum(int(fields[index]) for index in _BUSY) / os.sysconf("SC_CLK_TCK")
+        lines = map(str.split, STAT.read_text(encoding="ascii").splitlines())
+        ticks = [sum(int(line[1 + index]) for index in _BUSY) for line in lines if line and line[0] in names]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
     except (OSError, ValueError, IndexError):
         return None
 
@@ -104,8 +106,13 @@ def resident_bytes() -> int:
 
 
 def processors() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many processors this process may use."""
+    return len(_processors())
+
+
+def _processors() -> set[int]:
+    """The numbers of the processors that a container, Slurm or `taskset` leaves to this process."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def children_of(pid: int, root: Path = Path("/proc")) -> list[int]:

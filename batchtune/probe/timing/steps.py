@@ -202,7 +202,7 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
     others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)
     if others < BUSY:
         return []
-    busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
+    busy = f"other programs used up to {share(others)} of the processors while steps were timed"
     return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 

@@ -117,7 +117,7 @@ def test_compiling_again_is_told_once_where_it_was_worst():
 def test_speeds_of_a_busy_machine_are_told_as_such():
     points = [point(2), point(4).model_copy(update={"processors_used_by_others": 0.41})]
     (said,) = busy_warnings(points)
-    assert "up to 41% of this machine's processors" in said
+    assert "up to 41% of the processors while" in said
 
 
 @pytest.mark.parametrize("others", [None, 0.1])

@@ -235,7 +235,7 @@ def test_a_version_that_is_not_known_is_not_named(result_of):
 
 PAGE = ".batchtune/digits/report.html"
 MANY = [
-    "other programs used up to 51% of this machine's processors while steps were timed: probe again when it is idle",
+    "other programs used up to 51% of the processors while steps were timed: probe again when it is idle",
     "batch sizes above 128 were not probed: budget.run has room for too few of their steps",
     "a third",
     "a fourth",
