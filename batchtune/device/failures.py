@@ -49,6 +49,8 @@ _KERNEL_LIMIT = re.compile(
 )
 _NO_ENGINE = re.compile("was unable to find an engine to execute this computation")
 _OF_LIBRARY = re.compile(r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_|CUFFT_|when calling .cusparse|NCCL error")
+CAUGHT = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.")
+"""How torch begins what a DataLoader's worker has printed of its error, whose type is the group."""
 _MOST_CHARACTERS = 300  # of an error's message
 _POISONED = re.compile(
     r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
@@ -68,8 +70,16 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 def message_of(error: BaseException) -> str:
     """What the error that decides the outcome says, in one line."""
     link, _ = _deciding(error)
-    first = str(link).strip().split("\n")[0]
+    first = next(iter(lines_of(link)), "")
     return textwrap.shorten(first, _MOST_CHARACTERS, placeholder=" …") or type(link).__name__
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """What an error says, line by line; of one in a DataLoader's worker, what the traceback it printed ends with."""
+    text = str(error).strip().splitlines()
+    caught = CAUGHT.match(str(error))
+    ends = [number for number, line in enumerate(text) if caught and re.match(rf"([\w.]+\.)?{caught[1]}: ", line)]
+    return [text[ends[-1]].partition(": ")[2], *text[ends[-1] + 1 :]] if ends else text
 
 
 def maps_file(error: BaseException) -> bool:

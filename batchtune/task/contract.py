@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sysconfig
 import traceback
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from batchtune.device.failures import CAUGHT, lines_of
 from batchtune.document import GradientClipping
 from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import offers, takes
@@ -41,6 +43,11 @@ NAMES = {
 CHECKPOINTING = "activation_checkpointing"
 """The parameter of build_model by which a task offers to compute activations again in backward."""
 
+_NO_SHARED_MEMORY = re.compile("unable to allocate shared memory|DataLoader worker .* is killed by signal: Bus error")
+_SHARED_MEMORY = (
+    "; workers hand batches over in /dev/shm, which is too small: give a container more (docker run --shm-size=8g), or "
+    "use num_workers=0"
+)
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
@@ -253,14 +260,17 @@ def describe_user_error(error: BaseException, doing: str, hint: str = "") -> Use
     if isinstance(error, UserCodeError):
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    kind = type(error).__name__
+    kind, text = type(error).__name__, lines_of(error) or ["(no message)"]
+    if caught := CAUGHT.match(str(error)):
+        kind, frames = caught[1], _frames_in(str(error)) or frames
     frames = frames or _named_last(error)
     own = frames[0].name if frames and frames[0].name != "<module>" else None
     whole = own is None and doing.startswith(("importing", "calling"))
     who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
-    text = str(error).strip().splitlines() or ["(no message)"]
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
+    if _NO_SHARED_MEMORY.search(text[0]):
+        hint += _SHARED_MEMORY
     kind_of_error = UserCodeError
     if "unsafe to autocast" in text[0]:  # torch's, of binary_cross_entropy
         hint, kind_of_error = hint + HalfPrecisionError.remedy, HalfPrecisionError
@@ -268,6 +278,12 @@ def describe_user_error(error: BaseException, doing: str, hint: str = "") -> Use
     return kind_of_error(
         f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
     )
+
+
+def _frames_in(printed: str) -> list[traceback.FrameSummary]:
+    """The user's own frames in a traceback that another process has printed."""
+    found = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', printed, re.MULTILINE)
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found if is_users(file)]
 
 
 def _named_last(error: BaseException) -> list[traceback.FrameSummary]:

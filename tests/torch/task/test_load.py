@@ -191,6 +191,32 @@ class TestDescription:
         assert text.startswith("pre_hook raised RuntimeError in training: my_task.py:5: ")
         assert "must return None or a tuple" in text
 
+    @pytest.mark.parametrize(
+        ("line", "told"),
+        [
+            ("raise ValueError('no' + chr(10) + 'label')", "ValueError in training: my_task.py:7: no"),
+            ("{}['label']", "KeyError in training: my_task.py:7: 'label'"),
+        ],
+    )
+    def test_an_error_in_a_loaders_worker_is_the_users_as_any_other(self, raised, line, told):
+        body = f"""
+    from torch._utils import ExceptionWrapper
+    def read():
+        {line}
+    try:
+        read()
+    except Exception:
+        wrapped = ExceptionWrapper(where='in DataLoader worker process 1')
+    wrapped.reraise()"""
+        found = describe_user_error(raised(body), "in training")
+        assert str(found) == f"build_model raised {told}"
+        assert "in read" in found.frames
+
+    def test_a_shared_memory_that_is_too_small_is_told_with_the_remedy(self, raised):
+        torchs = "unable to allocate shared memory(shm) for file </torch_7_8_0>: No space left on device (28)"
+        found = describe_user_error(raised(f"raise RuntimeError('{torchs}')"), "at batch size 64")
+        assert str(found).endswith("give a container more (docker run --shm-size=8g), or use num_workers=0")
+
     def test_only_the_first_line_of_a_long_text_is_shown(self, raised):
         found = str(describe_user_error(raised("raise ValueError('a' * 9999 + chr(10) + 'b')"), "in training"))
         assert "\n" not in found
