@@ -78,9 +78,7 @@ class HostMemory(DeviceMemory):
         reserve = min(limit_bytes, max(0, free - limit_bytes)) + (torch.get_num_threads() + 4) * _ARENA_BYTES
         self._limits_before = own, _ = resource.getrlimit(resource.RLIMIT_AS)
         most = now.get("VmSize", 0) + limit_bytes + reserve
-        self._most_bytes = (
-            most if own == resource.RLIM_INFINITY else min(most, own)
-        )  # `ulimit -v` holds for training, too
+        self._most_bytes = most if own == resource.RLIM_INFINITY else min(most, own)  # what `ulimit -v` allows
         self._limit_bytes = limit_bytes
         self._allow(self._most_bytes)
         self._ended = threading.Event()
