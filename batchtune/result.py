@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic.json_schema import GenerateJsonSchema
@@ -239,10 +239,10 @@ def running_in(run: Path) -> str | None:
 def kept_value(run: Path, *keys: str) -> object:
     """A value of a run's result; None where there is none that can be read."""
     try:
-        found: Any = json.loads((run / "result.json").read_text(encoding="utf-8"))
+        found: object = json.loads((run / "result.json").read_text(encoding="utf-8"))
         for key in keys:
-            found = found.get(key)
-    except (OSError, ValueError, RecursionError, AttributeError):
+            found = found.get(key) if isinstance(found, dict) else None
+    except (OSError, ValueError, RecursionError):
         return None
     return found
 

@@ -238,8 +238,7 @@ def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
 
 def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> float:
     task = trainer.task
-    data: Any = task.val_data
-    began, has_end = time.monotonic(), hasattr(data, "__len__")
+    began, has_end = time.monotonic(), hasattr(task.val_data, "__len__")
     total, samples = torch.zeros((), device=trainer.device), 0
     shares = trainer.ranks if max_batches is None else ALONE
     for size, batch in itertools.islice(_batches(task, batch_size, shares), max_batches):

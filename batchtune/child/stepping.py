@@ -179,7 +179,7 @@ class StepContext:
         if self.micro_batch == 0:
             optimizer.zero_grad(set_to_none=True)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> object:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         """Steps an optimizer after the last micro-batch, in place of `optimizer.step()`: unscales, clips and steps.
 
         A closure computes the loss and its gradients anew, as LBFGS asks for; it calls `context.backward`, and what it

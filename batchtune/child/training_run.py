@@ -273,7 +273,7 @@ class _Run:
     def _read(self, clock: Callable[[], T]) -> tuple[T, float]:
         """What a clock tells, and what was waited for a processor until then: 0 where that slows nothing down.
 
-        Any other device works on while the host waits; ranks on one host wait for each other.
+        Every other device works on while the host waits; ranks on one host wait for each other.
         """
         if self._ranks.world_size > 1 or self._memory.device.type != "cpu":
             return clock(), 0.0

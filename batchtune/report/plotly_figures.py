@@ -1,4 +1,4 @@
-"""Any figure as plotly draws it: which line, sign and colour stands for what, and how its axes run."""
+"""Every figure as plotly draws it: which line, sign and colour stands for what, and how its axes run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any figure as static SVG: it needs no script, takes the width that there is and its colours from the page."""
+"""Every figure as static SVG: it needs no script, takes the width that there is and its colours from the page."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch import Tensor, nn
 
@@ -218,7 +218,7 @@ class Task(TaskOptimizers):
             return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
         return self._number(found, "evaluate()")
 
-    def _number(self, value: Any, what: str) -> float:
+    def _number(self, value: SupportsFloat, what: str) -> float:
         try:
             return float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError):

@@ -183,7 +183,7 @@ def tensor_bytes(value: object) -> int:
     return sum(tensor_bytes(getattr(value, name)()) for name in held) if held else int(getattr(value, "nbytes", 0))
 
 
-def _parts(value: object) -> Mapping[Any, Any] | None:
+def _parts(value: object) -> Mapping[Any, object] | None:
     """What a dict or an object (a dataclass, a graph of PyG, a batch of the user's own) is made of; None for others."""
     if isinstance(value, Mapping):
         return value
@@ -203,14 +203,14 @@ def _parts(value: object) -> Mapping[Any, Any] | None:
     return found if any(map(_has_tensor, found.values())) else None
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     """By name, those in its dict and in its slots."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each) if hasattr(value, name)]
     return {name: getattr(value, name) for name in names if not name.startswith("__")} | getattr(value, "__dict__", {})
 
 
-def _data_of(value: Any, deepest: int = _DEEPEST) -> Any:
+def _data_of(value: object, deepest: int = _DEEPEST) -> object:
     """A tensor, a number, or what a list, tuple or dict has of them or of such; None for others, such as objects."""
     if isinstance(value, int | float) or _is_tensor(value):
         return value
@@ -224,7 +224,7 @@ def _data_of(value: Any, deepest: int = _DEEPEST) -> Any:
     return (tuple(found) if isinstance(value, tuple) else found) or None
 
 
-def _has_tensor(data: Any) -> bool:
+def _has_tensor(data: object) -> bool:
     within = data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
     return _is_tensor(data) or any(map(_has_tensor, within))
 

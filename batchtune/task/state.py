@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
 import torch
@@ -78,6 +78,7 @@ _DEEPEST = 3  # functions that a step calls, containers in what they use
 _LARGEST = 64  # container that is looked into
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """What gives its state away and takes it back."""
 
@@ -91,11 +92,12 @@ def trained_by(step: Callable[..., object]) -> list[Stateful]:
     found: dict[int, Stateful] = {}
     seen: set[int] = set()
 
-    def look(value: Any, depth: int) -> None:
+    def look(value: object, depth: int) -> None:
         if id(value) in seen or depth > _DEEPEST:
             return
         seen.add(id(value))
-        if isinstance(value, _KINDS) or type(value).__module__ == "accelerate.scheduler":  # a wrapper of one
+        is_wrapper = type(value).__module__ == "accelerate.scheduler"
+        if (isinstance(value, _KINDS) or is_wrapper) and isinstance(value, Stateful):
             found[id(value)] = value
             return
         for each in _inside(value, is_step=depth == 0):
@@ -204,7 +206,7 @@ def _load(each: Stateful, file: io.BytesIO) -> None:
     each.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
 
 
-def _put_into(optimizer: torch.optim.Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+def _put_into(optimizer: torch.optim.Optimizer, state: dict[Tensor, object], groups: list[dict[str, object]]) -> None:
     """Gives an optimizer its dicts back with what was loaded, which makes new ones: others may look at the same."""
     if getattr(optimizer, "state", state) is not state and _can_set(optimizer, "state"):
         loaded = dict(optimizer.state)

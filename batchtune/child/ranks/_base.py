@@ -112,13 +112,13 @@ class Shard(Sampler[int]):
         return iter(places[self._ranks.rank : len(places) // count * count : count])
 
 
-class StreamShard(IterableDataset[Any]):
+class StreamShard(IterableDataset[object]):
     """This rank's samples of a stream, which every rank reads."""
 
-    def __init__(self, stream: Iterable[Any], ranks: Ranks) -> None:
+    def __init__(self, stream: Iterable[object], ranks: Ranks) -> None:
         self._stream, self._ranks = stream, ranks
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return every_nth(self._stream, self._ranks)
 
 

@@ -291,7 +291,7 @@ def taken_to_be_cuda(chosen: Iterable[tuple[ModuleType, str]]) -> Iterator[None]
 def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:
     """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
 
-    def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+    def eager(model: Callable[..., object] | None = None, **_: object) -> object:
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
         where = f"{place}: " if place else ""
         text = f"{where}torch.compile: traced as eager code; compiled code fuses operators and usually takes less"

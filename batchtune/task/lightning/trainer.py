@@ -189,7 +189,7 @@ class Logged:
     def log(
         self,
         name: str,
-        value: Any,
+        value: Metric | Tensor | float,
         *flags: object,
         reduce_fx: object = "mean",
         batch_size: int | None = None,
