@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 Strategy = Literal["ddp", "fsdp"]  # of several ranks: each holds the model, or a shard of it
 Executor = Literal["local", "ray"]  # of runs: where they train, here or on a Ray cluster
 Goal = Literal["minimize", "maximize"]  # of the metric

@@ -11,8 +11,8 @@ from functools import cache
 from importlib.resources import files
 
 from batchtune.errors import UsageError
+from batchtune.vocabulary import PRECISIONS
 
-PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 COMMON = (
     "A100-80GB", "RTX 4090", "H100 SXM", "T4", "RTX 5090", "H200 SXM", "A100-40GB", "RTX 3060 12GB", "B200",
     "RTX 4060 Ti 8GB",

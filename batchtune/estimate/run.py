@@ -25,9 +25,8 @@ from batchtune.processes.worker import Worker
 from batchtune.result import Result
 from batchtune.task.spec import file_hash, spec_of
 from batchtune.units import size, typed_size
-from batchtune.vocabulary import AskedLengths
+from batchtune.vocabulary import PRECISIONS, AskedLengths
 
-PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored. fp16 and bf16 are not alike: CUDA casts fp16 alone inside
 # softmax and log_softmax, recurrent layers compute in fp16 whatever autocast has, and user code may tell them apart.
 _TRACED_AS = {"tf32": "fp32"}

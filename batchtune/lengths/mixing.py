@@ -80,18 +80,7 @@ def first_replayed(steps: Sequence[Sizes], replay: Replay | None, start: int = 0
 
 @dataclass
 class _Checks:
-    """The checks so far.
-
-    Attributes:
-        tried: every attempt at each length, to which failures are added.
-        check: trains batches of some sizes in a fresh process, in the order of a number.
-        orders: that must all pass at the same sizes.
-        environment: of the device.
-        replay: what is foreseen of them.
-        failed: those that did not pass.
-        passed: those that did, at the sizes of the last call.
-        surprises: whether a check came out in another way than foreseen, or nothing was.
-    """
+    """The checks so far; what they are made with is as `check_lengths` is given it."""
 
     tried: MutableMapping[Length, list[Attempt]]
     check: Check
@@ -99,8 +88,8 @@ class _Checks:
     environment: Environment
     replay: Replay | None = None
     failed: list[Attempt] = field(default_factory=list)
-    passed: list[Attempt] = field(default_factory=list)
-    surprises: bool = False
+    passed: list[Attempt] = field(default_factory=list)  # at the sizes of the last call
+    surprises: bool = False  # whether a check came out in another way than foreseen, or nothing was
     _first: int = 0
     _known: dict[tuple[int, ...], dict[int, Attempt]] = field(default_factory=dict)  # by sizes, then by order
 

@@ -85,11 +85,7 @@ def scaling(
 
 
 class _Step:
-    """Seconds of an optimizer step on any number of ranks.
-
-    Attributes:
-        error: relative; the worst of the fitted step time where it was measured, too.
-    """
+    """Seconds of an optimizer step on any number of ranks."""
 
     def __init__(self, probe: ProbeResult, measured: DataParallel) -> None:
         assert probe.throughput_fit is not None  # noqa: S101 - the caller looked
@@ -99,7 +95,7 @@ class _Step:
         slower = max(0.0, apart / alone - 1) if apart and alone else 0.0
         self._slower_each = slower / (measured.world_size - 1)
         errors = [abs(step_seconds(self._fit, each.batch_size) / each.step_seconds - 1) for each in probe.throughput]
-        self.error = max(errors, default=0.0)
+        self.error = max(errors, default=0.0)  # relative; the worst of the fit where it was measured, too
 
     def largest(self, variant: Variant) -> int:
         """The largest micro-batch of a model that is trained by this."""

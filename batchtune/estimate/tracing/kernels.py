@@ -236,11 +236,7 @@ def _ctc(log_probs: Tensor, _: Tensor, __: object, targets: Sequence[int], *___:
 
 
 def _least_squares(matrix: Tensor, right: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solution, residuals, rank and singular values, as the CPU's default method tells them of a model's first weights.
-
-    Raises:
-        NotImplementedError: on a GPU.
-    """
+    """Solution, residuals, rank and singular values, as the CPU's default method tells them; on a GPU nobody knows."""
     if matrix.device.type != "cpu":
         raise NotImplementedError("what least squares take on a GPU is not known")
     batch, columns = matrix.shape[:-2], matrix.shape[-1]

@@ -157,11 +157,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _play(self, steps: Steps, outputs: list[Tensor], places: Sequence[object], call: _Call) -> list[int]:
-        """What happens inside a kernel, in its order: its blocks are born and die, its results are born.
-
-        Returns:
-            The blocks that are still to die.
-        """
+        """In a kernel's order its blocks are born and die, its results are born; returns the blocks still to die."""
         taken: list[int] = []
         kept: list[int] = []
         for step in steps:

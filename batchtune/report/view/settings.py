@@ -11,10 +11,9 @@ import yaml
 
 from batchtune.document import Document, LengthBatch, OptimizerSettings, Recommendation
 from batchtune.errors import UsageError
-from batchtune.vocabulary import are_several
+from batchtune.vocabulary import PRECISIONS, are_several
 
 Fields = dict[str, object]
-_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 """What is said of settings of which `is_checked` is false."""
 
@@ -149,8 +148,8 @@ def _that_ran(result: Document) -> Ran:
             raise UsageError("this probe is of inference: it has no batch to train with; probe without --inference")
         why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
         raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
-    if found.precision not in _PRECISIONS:
-        raise UsageError(f"precision {found.precision!r} is none of {', '.join(_PRECISIONS)}; measure again")
+    if found.precision not in PRECISIONS:
+        raise UsageError(f"precision {found.precision!r} is none of {', '.join(PRECISIONS)}; measure again")
     return Ran(found, result)
 
 

@@ -197,7 +197,8 @@ def configurations(result: Document) -> Table:
     ends = [each for each in (answer, today) if each is not None]
     shown = [each for each in (answer, *others[: _MOST_CONFIGURATIONS - len(ends)], today) if each is not None]
     intervals, key = [each.interval for each in shown], shown[0].key
-    idle = [key == SECONDS and each.found is not None and _is_timed_in_turn(result) for each in shown]
+    is_timed_in_turn = result.recommendation is not None and bool(result.recommendation.timed_in_turn)
+    idle = [key == SECONDS and each.found is not None and is_timed_in_turn for each in shown]
     columns = [
         Column("", ["●" if each is answer else "" for each in shown]),
         counts("batch", [each.runs[0].batch_size for each in shown]),
@@ -235,10 +236,6 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     sign = 1 if least_is_best(result, key) else -1
     others.sort(key=lambda each: (not each.fresh, sign * each.interval.median if each.interval else math.inf))
     return answer, others, today
-
-
-def _is_timed_in_turn(result: Document) -> bool:
-    return result.recommendation is not None and bool(result.recommendation.timed_in_turn)
 
 
 def _medians(result: Document, key: str, intervals: Sequence[Interval | None], idle: Sequence[bool]) -> Column:

@@ -265,11 +265,7 @@ def _is_size(choice: object) -> TypeGuard[int]:
 
 
 def _batch_sizes(name: str, distribution: BaseDistribution) -> Array:
-    """The sizes of a parameter to consider.
-
-    Raises:
-        ValueError: it is no batch size.
-    """
+    """The sizes of a parameter to consider; ValueError where it is no batch size."""
     if isinstance(distribution, IntDistribution) and distribution.low >= 1:
         low, high, step = distribution.low, distribution.high, distribution.step
         half_octaves = 2.0 ** (np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 2)
@@ -284,11 +280,7 @@ def _batch_sizes(name: str, distribution: BaseDistribution) -> Array:
 
 
 def _log10_rates(name: str, distribution: BaseDistribution) -> Array:
-    """The logarithms of a parameter's learning rates to consider.
-
-    Raises:
-        ValueError: it is no learning rate.
-    """
+    """The logarithms of a parameter's learning rates to consider; ValueError where it is none."""
     if not isinstance(distribution, FloatDistribution) or distribution.low <= 0:
         raise ValueError(f'{name} is no learning rate: suggest_float("{name}", 1e-5, 1.0, log=True), above 0')
     low, high = math.log10(distribution.low), math.log10(distribution.high)

@@ -56,11 +56,7 @@ class Confirmation:
             self._time_in_turn(planned)
 
     def _train(self, planned: list[dict[str, Value]], seeds: int) -> bool:
-        """Runs them on so many fresh seeds, all in turn: a slow spell of the machine hits all.
-
-        Returns:
-            Whether there was time for that.
-        """
+        """Runs them on so many fresh seeds, in turn: a slow spell hits all. Returns whether there was time for that."""
         parts, config = self._parts, self._parts.plan.config
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
         fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
