@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, Union
 from batchtune.estimate.memory.allocator import MIB
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
-CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
 _LOOK_AHEAD = 6
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = MIB, 25 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, bucket_cap_mb
 _SHARDED = ("parameters", "gradients", "optimizer_states")
@@ -98,7 +97,7 @@ class Birth:
         module: path of the module whose forward was running, and its class if it ends in a number; else empty.
         line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
-        category: one of CATEGORIES.
+        category: `parameters`, `gradients`, `optimizer_states`, `activations` or `temporaries`.
         replaces: for what torch makes in place but not of fake tensors, the storage in whose place it is made.
         block: for scratch, the formula of its size, which `size_bytes` does not tell.
     """
