@@ -94,11 +94,7 @@ def _told(url: str) -> Iterator[None]:
 
 
 def _proxy(url: str) -> GrpcStorageProxy:
-    """Optuna's gRPC proxy of a database; it tells no signs of life, so it is for one machine at a time.
-
-    Raises:
-        ConnectionError: nobody answers there.
-    """
+    """Optuna's gRPC proxy, for one machine, since it tells no signs of life; ConnectionError where nobody answers."""
     place = urlsplit(url)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         proxy = GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
