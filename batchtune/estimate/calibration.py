@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +49,12 @@ def cache_folder() -> Path:
 
 def offsets_of(gpu: str) -> Offsets:
     """What probes with this torch measured on GPUs that the catalogue calls `gpu`; nothing from a broken file."""
-    measured: dict[str, list[float]] = {}
+    measured = defaultdict[str, list[float]](list)
     for name, entry in _read().items():
         with contextlib.suppress(UsageError):  # a driver's name that fits no row, or several
             if find_gpu(name).name == gpu:
-                measured |= _believed(entry)
+                for term, values in _believed(entry).items():
+                    measured[term] += values
     found: dict[str, Any] = {
         term: statistics.median(values) if term.endswith("_share") else int(statistics.median(values))
         for term, values in measured.items()

@@ -100,7 +100,6 @@ def _largest_batches(result: Measured) -> Mapping[Length, int]:
         result = load_result(result)
     if not isinstance(result, Document):
         raise UsageError(f"result is {kind_of(result)}; it must be a result, its path, or a dict {{length: batch}}")
-    measured = largest_batches(result)
     if result.probe is not None and result.probe.inference:
         raise UsageError("this probe is of inference: it has no batches to train with; probe without --inference")
-    return measured
+    return largest_batches(result)

@@ -141,6 +141,12 @@ def test_what_cudnn_takes_is_learnt_as_a_share():
     assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.1, abs=1e-6)
 
 
+def test_what_was_measured_under_two_of_a_drivers_names_counts_together():
+    for name, share in (("NVIDIA A100-SXM4-80GB", 1.1), ("NVIDIA A100-SXM-80GB", 1.3)):
+        estimated().learn(name, fits((1000, share * (GIB + 1000 * MIB)), (10, share * (GIB + 10 * MIB))))
+    assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.2, abs=1e-6)
+
+
 def looking(answer, opening=FACTS, device="cuda:0"):
     notes, child = Notes(), Child(answer)
     with pytest.MonkeyPatch.context() as patch:

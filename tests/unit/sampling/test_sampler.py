@@ -252,7 +252,7 @@ def test_a_result_its_file_and_its_folder_say_the_same_as_a_dict(tmp_path):
             documents.result("probe", task={"path": "my model.py"}),
             "this probe has no lengths; run 'batchtune probe 'my",
         ),
-        (result_with_lengths(FRONTIER, inference=True), "this probe is of inference"),
+        (documents.result("probe", probe=documents.probed() | {"inference": True}), "this probe is of inference"),
         (7, "result is an int; it must be a result, its path, or a dict {length: batch}"),
     ],
 )
