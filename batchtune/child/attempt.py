@@ -18,11 +18,18 @@ from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import Trainer, require_finite, training_loader, without_end
 from batchtune.device._base import DeviceMemory, PeakTracker
-from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
+from batchtune.device.failures import (
+    classify,
+    describe_user_error,
+    free_frames,
+    leaves_device_usable,
+    maps_file,
+    message_of,
+)
 from batchtune.document import Attempt
 from batchtune.errors import EpochTooShortError, HalfPrecisionError, UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
-from batchtune.task.contract import Task, describe_user_error
+from batchtune.task.contract import Task
 from batchtune.task.state import kept_random_numbers
 
 _EVALUATION_BATCHES = 2

@@ -19,9 +19,9 @@ from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.stepping import Precision
 from batchtune.child.trainer import Trainer, move
 from batchtune.device._base import DeviceMemory
-from batchtune.device.failures import classify, free_frames, leaves_device_usable
+from batchtune.device.failures import classify, describe_user_error, free_frames, leaves_device_usable
 from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, fp32_instead
-from batchtune.task.contract import Task, describe_user_error
+from batchtune.task.contract import Task
 from batchtune.task.state import kept_random_numbers, seed_everything
 
 Found = TypeVar("Found")

@@ -19,12 +19,11 @@ from batchtune.child.before_study import noise_scale, range_test
 from batchtune.child.opening import Session
 from batchtune.child.timing import flops_per_sample, time_loader, time_steps
 from batchtune.child.training_run import time_in_turn, train
-from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.failures import classify, describe_user_error, leaves_device_usable
 from batchtune.device.host_memory import shake_heap
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, RunEnd, RunSpec
-from batchtune.task.contract import describe_user_error
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import re
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from types import TracebackType
 from typing import Literal
 
 import torch
+
+from batchtune.errors import HalfPrecisionError, UserCodeError
 
 _TORCH = str(Path(torch.__file__).parent)
 _ALLOCATION_FAILED = re.compile(
@@ -56,6 +60,13 @@ _POISONED = re.compile(
     r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
 )
+_NO_SHARED_MEMORY = re.compile("unable to allocate shared memory|DataLoader worker .* is killed by signal: Bus error")
+_SHARED_MEMORY = (
+    "; workers hand batches over in /dev/shm, which is too small: give a container more (docker run --shm-size=8g), or "
+    "use num_workers=0"
+)
+_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
 
 def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error"]:
@@ -204,3 +215,58 @@ def _raised_by_python(error: BaseException) -> bool:
         return False  # torch's own Python hands on what its compiled parts met
     instructions = dis.get_instructions(at.tb_frame.f_code)
     return any(each.offset == at.tb_lasti and each.opname == "RAISE_VARARGS" for each in instructions)
+
+
+def describe_user_error(error: BaseException, doing: str, hint: str = "") -> UserCodeError:
+    """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
+    if isinstance(error, UserCodeError):
+        return error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    kind, text = type(error).__name__, lines_of(error) or ["(no message)"]
+    if caught := CAUGHT.match(str(error)):
+        kind, frames = caught[1], _frames_in(str(error)) or frames
+    frames = frames or _named_last(error)
+    own = frames[0].name if frames and frames[0].name != "<module>" else None
+    whole = own is None and doing.startswith(("importing", "calling"))
+    who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
+    if _NO_SHARED_MEMORY.search(text[0]):
+        hint += _SHARED_MEMORY
+    kind_of_error = UserCodeError
+    if "unsafe to autocast" in text[0]:  # torch's, of binary_cross_entropy
+        hint, kind_of_error = hint + HalfPrecisionError.remedy, HalfPrecisionError
+    place = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
+    return kind_of_error(
+        f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
+    )
+
+
+def _frames_in(printed: str) -> list[traceback.FrameSummary]:
+    """The user's own frames in a traceback that another process has printed."""
+    found = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', printed, re.MULTILINE)
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found if is_users(file)]
+
+
+def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
+    *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
+    called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
+    codes = [each.__code__ for each in called if is_users(each.__code__.co_filename)]
+    return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is of the user's own code, and neither a library's nor batchtune's."""
+    path = filename if filename.startswith("<") else str(Path(filename).resolve())
+    return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
+
+
+def short_path(filename: str) -> str:
+    """A file of the user's from here, a library's from its package on."""
+    if "site-packages/" in filename:
+        return filename.rpartition("site-packages/")[2]
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
+        return filename

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-import sysconfig
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, SupportsFloat
 
 from torch import Tensor, nn
 
-from batchtune.device.failures import CAUGHT, lines_of
 from batchtune.document import GradientClipping
-from batchtune.errors import HalfPrecisionError, UsageError, UserCodeError, kind_of
+from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import offers, takes
 from batchtune.task.optimizers import STEPS_PER_EPOCH, Optimizers, TaskOptimizers
 from batchtune.task.own_loader import WHOLE
@@ -42,14 +37,6 @@ NAMES = {
 
 CHECKPOINTING = "activation_checkpointing"
 """The parameter of build_model by which a task offers to compute activations again in backward."""
-
-_NO_SHARED_MEMORY = re.compile("unable to allocate shared memory|DataLoader worker .* is killed by signal: Bus error")
-_SHARED_MEMORY = (
-    "; workers hand batches over in /dev/shm, which is too small: give a container more (docker run --shm-size=8g), or "
-    "use num_workers=0"
-)
-_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
 
 @dataclass(eq=False)
@@ -253,58 +240,3 @@ def _only(found: object, kind: type) -> str:
     if len(fitting) > 1:
         fitting = [(place, each) for place, each in fitting if isinstance(each, Tensor) and each.dim() == 0]
     return f"; return its [{fitting[0][0]!r}] alone" if len(fitting) == 1 else ""
-
-
-def describe_user_error(error: BaseException, doing: str, hint: str = "") -> UserCodeError:
-    """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
-    if isinstance(error, UserCodeError):
-        return error
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    kind, text = type(error).__name__, lines_of(error) or ["(no message)"]
-    if caught := CAUGHT.match(str(error)):
-        kind, frames = caught[1], _frames_in(str(error)) or frames
-    frames = frames or _named_last(error)
-    own = frames[0].name if frames and frames[0].name != "<module>" else None
-    whole = own is None and doing.startswith(("importing", "calling"))
-    who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
-    if isinstance(error, SystemExit) and not isinstance(error.code, str):
-        text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
-    if _NO_SHARED_MEMORY.search(text[0]):
-        hint += _SHARED_MEMORY
-    kind_of_error = UserCodeError
-    if "unsafe to autocast" in text[0]:  # torch's, of binary_cross_entropy
-        hint, kind_of_error = hint + HalfPrecisionError.remedy, HalfPrecisionError
-    place = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-    return kind_of_error(
-        f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
-    )
-
-
-def _frames_in(printed: str) -> list[traceback.FrameSummary]:
-    """The user's own frames in a traceback that another process has printed."""
-    found = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', printed, re.MULTILINE)
-    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found if is_users(file)]
-
-
-def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
-    *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
-    called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
-    codes = [each.__code__ for each in called if is_users(each.__code__.co_filename)]
-    return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file is of the user's own code, and neither a library's nor batchtune's."""
-    path = filename if filename.startswith("<") else str(Path(filename).resolve())
-    return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
-
-
-def short_path(filename: str) -> str:
-    """A file of the user's from here, a library's from its package on."""
-    if "site-packages/" in filename:
-        return filename.rpartition("site-packages/")[2]
-    try:
-        return str(Path(filename).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
-        return filename

@@ -18,11 +18,12 @@ from types import ModuleType
 import torch
 from torch.utils.data import DataLoader
 
+from batchtune.device.failures import describe_user_error, short_path
 from batchtune.device.host_memory import load_early
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting import highest_rate, require_no_arguments
-from batchtune.task.contract import Task, describe_user_error, short_path
+from batchtune.task.contract import Task
 from batchtune.task.lengths import reads
 from batchtune.task.optimizers import Optimizers
 from batchtune.task.spec import TEMPLATE, split_spec

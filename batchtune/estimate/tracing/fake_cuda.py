@@ -20,13 +20,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
+from batchtune.device.failures import is_users
 from batchtune.errors import DeviceError
 from batchtune.estimate.memory.convolutions import layout_of
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_kernels
 from batchtune.estimate.tracing.recurrent import flatten_parameters
 from batchtune.estimate.tracing.without_data import place_outside_torch
-from batchtune.task.contract import is_users
 from batchtune.task.state import apply_to_fakes
 
 _AS_DEVICES = (str, torch.device)

@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from batchtune.device.failures import describe_user_error, short_path
 from batchtune.errors import BatchtuneError, HalfPrecisionError, UserCodeError
 from batchtune.estimate.memory.events import Arguments, Assumption, Trace
 from batchtune.estimate.tracing.kernels import MADE_ALIKE
-from batchtune.task.contract import describe_user_error, short_path
 from batchtune.task.state import makes_room_only, written_to
 
 aten = torch.ops.aten

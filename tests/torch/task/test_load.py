@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from batchtune.device.failures import describe_user_error
 from batchtune.errors import UsageError, UserCodeError
-from batchtune.task.load import describe_user_error, load_task
+from batchtune.task.load import load_task
 
 MODEL = (
     "from torch import nn\n\ndef build_model():\n    return nn.Linear(2, 1)\n\ndef compute_loss(model, batch): ...\n"
