@@ -24,6 +24,7 @@ class Bounds:
         multiple_of: only multiples are tried.
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
         no_oom: try only sizes that are predicted to fit even at worst, until such a step gains too little.
+        of_today: what the task is trained with, and so no size that it rejects; None: that is not known.
     """
 
     minimum: int = 1
@@ -31,6 +32,7 @@ class Bounds:
     multiple_of: int = 1
     tolerance: float = TOLERANCE
     no_oom: bool = False
+    of_today: int | None = None
 
     @property
     def least(self) -> int:

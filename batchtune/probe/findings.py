@@ -193,10 +193,11 @@ class Findings:
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
-            tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
-            others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
+            tried = ", ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
+            in_study = "in a study by baseline.batch_size and batch_size.multiple_of"
+            others = f"others can be asked for, by --min and --multiple-of, {in_study}"
             may_help = not self.fails_in_half and _may_depend_on_size(each.message or "" for each in self.attempts)
-            hint = f" (sizes {tried} were tried; {others})" if " " in tried and may_help else ""
+            hint = f" (sizes {tried} were tried; {others})" if "," in tried and may_help else ""
             last = self.attempts[-1].message  # that of the first may only be of too few samples
             return self.raised(last, hint)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]

@@ -113,12 +113,17 @@ def next_size(
         share = SAFE_PRIOR_START if bounds.no_oom else LOWER_PRIOR_START
         sizes = [prior.start] * (not bounds.no_oom) + [int(share * prior.expected)] if prior else []
         starts = [max(min(size, ceiling) // unit * unit, floor) for size in sizes]
-        return _first_fit(attempts, starts, floor, ceiling, unit)
+        today = max(min(bounds.of_today or floor, ceiling) // unit * unit, floor)
+        return _first_fit(attempts, starts, (floor, today, ceiling), unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
-    if high is not None and high - low <= gap:
-        return Choice(None, f"{low} fits, {high} does not")
-    if low + unit > ceiling:
-        return Choice(None, f"{low} fits and is the largest size that may be tried")
+    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit)
+    if high is not None and high < rounder <= ceiling:
+        return Choice(rounder, f"the task raised an error at {high}, which may be too odd and not too large")
+    is_choosy = _is_choosy(attempts)
+    least = _power(low, unit, above=True) if is_choosy else low + unit
+    if least > ceiling or (high is not None and (high - low <= gap or least >= high)):
+        end = f", {high} does not" if high is not None else " and is the largest size that may be tried"
+        return Choice(None, f"{low} fits{end}")
     points = measured_points(attempts) if limit else []
     if bounds.no_oom:
         wanted, reason = _safe(points, limit or 0, prior, low, high)
@@ -136,7 +141,27 @@ def next_size(
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
         wanted = _affordable(min(wanted, max(LARGEST, 2 * low)) // unit * unit, low, high, gap, tried)
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
-    return Choice(max(size, low // unit * unit + unit), reason)
+    size = _power(size, unit) if is_choosy else size
+    return Choice(max(size, least if is_choosy else low // unit * unit + unit), reason)
+
+
+def _power(size: int, unit: int, *, above: bool = False) -> int:
+    """The largest power of two, in units, that is no larger than a size; or the smallest that is."""
+    power = unit << max(0, (size // unit).bit_length() - 1)
+    return 2 * power if above and power <= size else power
+
+
+def _is_choosy(attempts: Sequence[Attempt]) -> bool:
+    """Whether the task rejected a size between two that trained: it takes some only, such as divisors of a queue's."""
+    fits = [attempt.batch_size for attempt in attempts if attempt.fits]
+    return any(each.outcome == "user_error" and min(fits) < each.batch_size < max(fits) for each in attempts)
+
+
+def _rounder(attempts: Sequence[Attempt], low: int, unit: int) -> int:
+    """The power of two above the one size that the task rejected above the largest fit; 0 where more failed there."""
+    failed = failures_above(low, attempts)
+    alone = len(failed) == 1 and failed[0].outcome == "user_error"
+    return _power(failed[0].batch_size, unit, above=True) if alone else 0
 
 
 def _is_refuted(prior: PeakEstimate | None, attempts: Sequence[Attempt]) -> bool:
@@ -166,8 +191,12 @@ def _by_estimate(expected: int, block: int, low: int, high: int | None, gap: int
     return 0, ""
 
 
-def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, ceiling: int, unit: int) -> Choice:
-    """While nothing fits: down after a failure, up after an error of the user's code (BatchNorm rejects one sample)."""
+def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], among: tuple[int, int, int], unit: int) -> Choice:
+    """While nothing fits: down after a failure, up after an error of the user's code (BatchNorm rejects one sample).
+
+    `among` the smallest size that may be tried, that of today and the largest.
+    """
+    floor, today, ceiling = among
     last = {attempt.batch_size: attempt.outcome for attempt in attempts}
     start = starts[len(last)] if len(last) < len(starts) else floor
     if not last or (start not in {floor, *last} and set(last.values()) == {"oom"}):
@@ -178,6 +207,8 @@ def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, c
     under = max((size for size in rejected if size < failed), default=floor - unit)
     if floor not in last and rejected:
         return Choice(floor, "nothing fits yet, try the minimum")
+    if len(rejected) >= MAX_USER_ERRORS and today not in last and most < today < failed:
+        return Choice(today, f"the task raised an error up to {max(rejected)}, try what it trains with today")
     if len(rejected) >= MAX_USER_ERRORS or failed - under <= unit:
         return Choice(None, f"nothing fits: tried {', '.join(map(str, sorted(last)))}")
     if rejected:

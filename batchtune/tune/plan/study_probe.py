@@ -49,6 +49,7 @@ def study_probe(
         minimum=unit,
         maximum=None if most is None else most // ranks,
         multiple_of=unit,
+        of_today=config.baseline.batch_size // ranks,
         verify_timeout=LONG_SILENCE_SECONDS,
         max_step_seconds=config.budget.run / MIN_STEPS,
         useful_size=USEFUL_FACTOR * config.baseline.batch_size // ranks,

@@ -505,7 +505,7 @@ class TestFailures:
         assert "smaller model" not in str(raised.value)
 
     def test_code_that_raises_at_every_size_is_the_users_fault_and_not_too_large(self):
-        hint = r"user_error at 2 \(sizes 1 and 2 were tried; others can be asked for, by --min and --multiple-of or "
+        hint = r"user_error at 2 \(sizes 1, 2 were tried; others can be asked for, by --min and --multiple-of, in a "
         with pytest.raises(UserCodeError, match=hint):
             probe(ScriptedWorker(lambda _: "user_error")).run()
 
@@ -531,7 +531,7 @@ class TestFailures:
     def test_other_sizes_are_named_where_one_may_cure_it(self, text, helps):
         with pytest.raises(UserCodeError) as raised:
             probe(ScriptedWorker(lambda _: "user_error", words=text)).run()
-        assert ("sizes 1 and 2 were tried" in str(raised.value)) == helps
+        assert ("sizes 1, 2 were tried" in str(raised.value)) == helps
 
 
 class TestCaps:

@@ -153,8 +153,38 @@ def test_a_batch_too_small_for_the_model_is_not_the_end() -> None:
     assert bracket(attempts)[0] == pytest.approx(300, rel=0.01)
 
 
+@pytest.mark.parametrize(("queue", "ends", "answer"), [(1024, 5000, 1024), (65536, 5000, 4096), (65536, 700, 512)])
+def test_a_task_that_takes_divisors_only_is_searched_by_powers_of_two(queue: int, ends: int, answer: int) -> None:
+    """As MoCo, whose batches have to divide its queue."""
+    memory = device(lambda size: 0.1 + 0.9 * size / ends)
+    attempts = search(lambda size: failure(size, "user_error") if queue % size else memory(size))
+    assert bracket(attempts)[0] == answer
+    assert len(attempts) <= 8
+
+
+def test_a_rejected_size_is_the_end_where_a_rounder_one_is_rejected_too() -> None:
+    attempts = search(lambda size: failure(size, "user_error") if size > 12 else device(lambda _: 0.1)(size))
+    assert bracket(attempts) == (12, 13)
+
+
 def test_gives_up_when_the_task_rejects_two_sizes() -> None:
     assert [a.batch_size for a in search(lambda size: failure(size, "user_error"))] == [1, 2]
+
+
+@pytest.mark.parametrize(("today", "tried"), [(64, 64), (70, 68), (900, 300)])
+def test_a_size_that_the_task_trains_with_today_is_tried_where_it_rejects_the_smallest(today: int, tried: int) -> None:
+    def attempt(size: int) -> Attempt:
+        return failure(size, "user_error") if size < 32 else dies_above(300)(size)
+
+    bounds = Bounds(maximum=300, multiple_of=4, of_today=today)
+    attempts = search(attempt, bounds)
+    assert [each.batch_size for each in attempts][:3] == [4, 8, tried]
+    assert bracket(attempts) == (300, None)
+
+
+def test_one_that_is_rejected_like_the_smallest_is_the_end() -> None:
+    attempts = search(lambda size: failure(size, "user_error"), Bounds(of_today=64))
+    assert [each.batch_size for each in attempts] == [1, 2, 64]
 
 
 def test_a_task_that_rejects_everything_is_found_out_with_a_prior_too() -> None:

@@ -161,6 +161,13 @@ def test_an_attempt_that_raised_before_is_made_again_since_only_a_child_knows_it
     assert [each.outcome for each in found.attempts] == ["fit", "oom"]
 
 
+def test_the_probe_of_a_study_knows_what_each_rank_trains_with_today():
+    baseline = {"batch_size": 64, "learning_rate": 1e-3}
+    config = Config(task="model.py", baseline=baseline, ranks={"per_trial": 2})
+    found = study_probe(config, opened(), SimpleNamespace(start=opened), Observer(), [])
+    assert found._options.of_today == 32
+
+
 @pytest.mark.parametrize("given", ["auto", "bf16"])
 def test_a_study_goes_on_in_the_precision_that_an_earlier_start_or_another_machine_was_left_with(given):
     config = Config(task="model.py", baseline={"batch_size": 8, "learning_rate": 1e-3}, precision=given)
