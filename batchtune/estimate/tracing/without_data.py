@@ -51,7 +51,7 @@ _KINDS = (
 )
 _DEVICES = re.compile(r"same device, but found at least two devices|found two different devices")
 _WITHOUT_DATA = re.compile(
-    r"[Ff]ake ?[Tt]ensor|[Mm]eta [Tt]ensor|data pointer|have storage|HigherOrderOperator|without data"
+    r"[Ff]ake ?[Tt]ensor|[Mm]eta [Tt]ensor|data pointer|have storage|HigherOrderOperator|without data|not allocated yet"
 )
 _LAZY = "the parameters of lazy modules, such as nn.LazyLinear, are made from data"
 _IN_TORCH = (RuntimeError, ValueError, IndexError, TypeError)  # which its checks of shapes and types raise

@@ -394,8 +394,11 @@ def test_what_numpy_cannot_have_on_a_gpu_is_the_users_error(ask, code, said):
     assert "without data" not in answer["refused"]
 
 
-def test_what_needs_data_is_refused_with_its_line(ask):
-    source = MLP.replace("return model(batch)", "torch.bincount(model(batch).long().flatten()); return model(batch)")
+@pytest.mark.parametrize(
+    "code", ["torch.bincount(model(batch).long().flatten())", "torch.tensor(list(batch[0].cpu()))"]
+)
+def test_what_needs_data_is_refused_with_its_line(ask, code):
+    source = MLP.replace("return model(batch)", f"{code}; return model(batch)")
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
 
 
