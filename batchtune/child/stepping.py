@@ -19,6 +19,18 @@ from batchtune.task.optimizers import Optimizers
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities with bf16 and with fp16 matrix units
 Clip: TypeAlias = Callable[[Sequence[Optimizer]], None]
+_MIXED = (
+    "train_step has several backward passes, whose gradients mix when micro-batches are accumulated; say "
+    "whose each is: context.backward(loss, optimizer)"
+)
+_NOT_ADDED_UP = (
+    "train_step made gradients without context.backward(loss), which adds up those of all micro-batches; call it, or "
+    "add them up yourself, each divided by context.accumulation_steps, or let batch_size.max be what fits"
+)
+_STEPPED = (
+    "train_step called optimizer.step(); call context.step(optimizer), which knows precision, clipping and "
+    "accumulation, and context.backward(loss) for loss.backward()"
+)
 LOSS_SCALE = 2.0**16  # torch's own to begin with; the first steps may be skipped until it is low enough
 
 
@@ -121,14 +133,14 @@ class StepContext:
     Attributes:
         device: where the model and the batch are.
         state: whatever is to be kept from one call to the next, such as a hidden state; empty when a run begins.
-        accumulation_steps: micro-batches of an optimizer step.
         micro_batch: number of this one in its optimizer step, from 0.
     """
 
     def __init__(self, device: torch.device, precision: Precision, optimizers: Optimizers, clip_for: Clip) -> None:
         self.device = device
         self.state: dict[str, Any] = {}
-        self.accumulation_steps, self.micro_batch = 1, 0
+        self._accumulation_steps, self.micro_batch = 1, 0
+        self._adds_up = False  # the task's code, by itself
         self._precision, self._optimizers, self._clip_for = precision, optimizers, clip_for
         self._stepped: list[Optimizer] = []
         self._losses: dict[Optimizer, list[Tensor]] = {}
@@ -139,9 +151,15 @@ class StepContext:
             each.register_step_pre_hook(self._require_step_by_context)
 
     @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of an optimizer step, by which gradients of the task's own making are to be divided."""
+        self._adds_up = True
+        return self._accumulation_steps
+
+    @property
     def is_last_micro_batch(self) -> bool:
         """Whether the optimizers step after this one; an average of weights is updated then."""
-        return self.micro_batch + 1 == self.accumulation_steps
+        return self.micro_batch + 1 == self._accumulation_steps
 
     @property
     def losses(self) -> dict[object, float]:
@@ -161,18 +179,15 @@ class StepContext:
         With an optimizer only its parameters get gradients; `arguments` are those of `Tensor.backward`.
         """
         self._backward_passes += 1
-        mixes = self._backward_passes > 1 and self.accumulation_steps > 1 and len(self._optimizers) > 1
+        mixes = self._backward_passes > 1 and self._accumulation_steps > 1 and len(self._optimizers) > 1
         if optimizer is None and mixes:
-            raise UserCodeError(
-                "train_step has several backward passes, whose gradients mix when micro-batches are accumulated; say "
-                "whose each is: context.backward(loss, optimizer)"
-            )
+            raise UserCodeError(_MIXED)
         if optimizer is not None:
             arguments["inputs"] = _trained_by(optimizer)
         if loss.numel() == 1:  # what else there may be is no loss, and large
             told = self._unclaimed if optimizer is None else self._losses.setdefault(optimizer, [])
             told.append(loss.detach())
-        self._precision.scaler.scale(loss / self.accumulation_steps).backward(**arguments)
+        self._precision.scaler.scale(loss / self._accumulation_steps).backward(**arguments)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Frees an optimizer's gradients, unless they are of earlier micro-batches of the same step."""
@@ -194,13 +209,15 @@ class StepContext:
         if not any(optimizer is each for each in self._optimizers):
             raise UserCodeError(f"context.step was given {kind_of(optimizer)} that build_optimizer has not returned")
         self._claim(optimizer)
+        if closure is None and self._accumulation_steps > 1 and not (self._backward_passes or self._adds_up):
+            raise UserCodeError(_NOT_ADDED_UP)
         if not self.is_last_micro_batch:
             return None
         again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
         if scaled and (closure is not None or again):
             why = "with a closure" if closure is not None else "twice in one train_step"
             raise HalfPrecisionError(f"fp16's loss scale does not go with an optimizer stepped {why}; use bf16 or fp32")
-        if closure is not None and self.accumulation_steps > 1:
+        if closure is not None and self._accumulation_steps > 1:
             raise UserCodeError("an optimizer stepped with a closure sees one micro-batch; do not accumulate")
         self._stepped.append(optimizer)
         with self._stepping():
@@ -236,7 +253,7 @@ class StepContext:
 
     def begin(self, micro_batch: int, accumulation_steps: int) -> None:
         """What `train_step` is called for next."""
-        self.micro_batch, self.accumulation_steps = micro_batch, accumulation_steps
+        self.micro_batch, self._accumulation_steps = micro_batch, accumulation_steps
         self._backward_passes, self._stepped = 0, []
         self._losses, self._unclaimed = {}, []
 
@@ -255,10 +272,7 @@ class StepContext:
 
     def _require_step_by_context(self, *_: object) -> None:
         if not self._is_stepping:
-            raise UserCodeError(
-                "train_step called optimizer.step(); call context.step(optimizer), which knows precision, clipping and "
-                "accumulation, and context.backward(loss) for loss.backward()"
-            )
+            raise UserCodeError(_STEPPED)
 
 
 def _trained_by(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -309,6 +309,38 @@ def test_backward_passes_that_would_mix_when_accumulated_are_explained(trainer):
         own.step(iter(batches_of(own, 2)), 2)
 
 
+class TestGradientsOfTheTasksOwnMaking:
+    @staticmethod
+    def step(adds_up):
+        def step(model, batch, optimizer, context):
+            """As with gradients of each sample, by torch.func."""
+            loss, parameters = mean_loss(model, batch), list(model.parameters())
+            for each, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                part = gradient / context.accumulation_steps if adds_up else gradient
+                each.grad = part if each.grad is None or not adds_up else each.grad + part
+            context.step(optimizer)
+            return loss.detach()
+
+        return step
+
+    def test_they_train_as_in_a_plain_loop(self, trainer):
+        own, plain = trainer(train_step=self.step(adds_up=False)), trainer(compute_loss=mean_loss)
+        for each in (own, plain):
+            each.step(iter(batches_of(own, 1)))
+        assert torch.equal(all_weights(own.model), all_weights(plain.model))
+
+    def test_which_replace_those_of_earlier_micro_batches_are_no_larger_batch(self, trainer):
+        own = trainer(train_step=self.step(adds_up=False))
+        with pytest.raises(UserCodeError, match=r"without context.backward\(loss\).* batch_size.max be"):
+            own.step(iter(batches_of(own, 2)), 2)
+
+    def test_which_are_added_up_are_one(self, trainer):
+        own, plain = trainer(train_step=self.step(adds_up=True)), trainer(compute_loss=mean_loss)
+        for each in (own, plain):
+            each.step(iter(batches_of(own, 2)), 2)
+        assert torch.allclose(all_weights(own.model), all_weights(plain.model))
+
+
 class TestSeveralOptimizers:
     @pytest.mark.parametrize("kind", [list, lambda each: dict(enumerate(each))])
     def test_all_step_after_a_loss(self, trainer, kind):
