@@ -14,6 +14,8 @@ from batchtune.task.adapting import Adapted
 
 _STEPS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _RANKS = ("strategy", "devices")
+# how the names of callbacks end that change nothing of a training
+_WATCH_ONLY = ("Checkpoint", "ProgressBar", "Monitor", "Summary", "EarlyStopping", "Timer", "ApplyResult")
 _ALONE = {"auto", "single_device", "SingleDeviceStrategy", "None"}
 _SAME = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp", "fsdp": "fsdp", "ddp": "ddp"}
 _SAME |= {f"ddp_{how}": "ddp" for how in ("spawn", "fork", "notebook")}
@@ -32,7 +34,8 @@ def take_over_trainer(task: Adapted, given: Sequence[object], namespace: ModuleT
     if own is not None:
         strategy = type(getattr(own, "strategy", None)).__name__
         shared = {"strategy": strategy, "devices": getattr(own, "num_devices", 1)}
-        _take_over(task, {name: getattr(own, name, None) for name in _STEPS}, shared)
+        left_out = _left_out([type(each).__name__ for each in getattr(own, "callbacks", ())])
+        _take_over(task, {name: getattr(own, name, None) for name in _STEPS}, shared, left_out)
         return
     try:
         nodes = list(ast.walk(ast.parse(inspect.getsource(namespace))))
@@ -40,7 +43,9 @@ def take_over_trainer(task: Adapted, given: Sequence[object], namespace: ModuleT
         return
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) == "Trainer"]
     (steps, unread_steps), (shared, unread_ranks) = _read(calls, _STEPS), _read(calls, _RANKS)
-    notes = []
+    lists = [word.value for call in calls for word in call.keywords if word.arg == "callbacks"]
+    callbacks = [each for value in lists if isinstance(value, ast.List) for each in value.elts]
+    notes = _left_out([_called(each) if isinstance(each, ast.Call) else ast.unparse(each) for each in callbacks])
     if unread_steps:
         notes.append(
             f"{unread_steps} in the file is not applied, since it is not known before it runs: return the Trainer "
@@ -49,6 +54,12 @@ def take_over_trainer(task: Adapted, given: Sequence[object], namespace: ModuleT
     if unread_ranks:
         notes.append(f"{unread_ranks} in the file is not applied: tune with --ranks N and --strategy ddp or fsdp")
     _take_over(task, steps, shared, notes)
+
+
+def _left_out(callbacks: Sequence[str]) -> list[str]:
+    """A sentence on callbacks, by the names of their classes, that may do more than watch a training."""
+    names = ", ".join(dict.fromkeys(each for each in callbacks if not each.endswith(_WATCH_ONLY)))
+    return [f"the Trainer's callbacks are not called, whatever they do to the training: {names}"] if names else []
 
 
 def _read(calls: Sequence[ast.Call], names: Sequence[str]) -> tuple[dict[str, object], str]:

@@ -430,6 +430,14 @@ class TestClipping:
         assert task.gradient_clipping is None
         assert task.source.notes[0].startswith("Trainer(gradient_clip_val=args.clip) in the file is not applied")
 
+    @pytest.mark.parametrize("more", [TRAINER, MAIN])
+    def test_callbacks_that_may_do_more_than_watch_are_told_as_left_out(self, lit, more):
+        both = "L.pytorch.callbacks.EarlyStopping('loss'), L.pytorch.callbacks.StochasticWeightAveraging(0.1)"
+        task = lit(more=more.format(f"callbacks=[{both}]"))
+        task.require("probe")
+        told = "the Trainer's callbacks are not called, whatever they do to the training: StochasticWeightAveraging"
+        assert task.source.notes == (told,)
+
     def test_the_users_own_is_called_with_what_the_trainer_says(self, lit):
         methods = """
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
