@@ -25,7 +25,8 @@ _MIXED = (
 )
 _NOT_ADDED_UP = (
     "train_step made gradients without context.backward(loss), which adds up those of all micro-batches; call it, or "
-    "add them up yourself, each divided by context.accumulation_steps, or let batch_size.max be what fits"
+    "add them up yourself, each divided by context.accumulation_steps, or keep baseline.batch_size and batch_size.max "
+    "within what fits at once"
 )
 _STEPPED = (
     "train_step called optimizer.step(); call context.step(optimizer), which knows precision, clipping and "

@@ -59,7 +59,7 @@ def take_over_trainer(task: Adapted, given: Sequence[object], namespace: ModuleT
 def _left_out(callbacks: Sequence[str]) -> list[str]:
     """A sentence on callbacks, by the names of their classes, that may do more than watch a training."""
     names = ", ".join(dict.fromkeys(each for each in callbacks if not each.endswith(_WATCH_ONLY)))
-    return [f"the Trainer's callbacks are not called, whatever they do to the training: {names}"] if names else []
+    return [f"the Trainer's callbacks {names} are not called, whatever they do to the training"] if names else []
 
 
 def _read(calls: Sequence[ast.Call], names: Sequence[str]) -> tuple[dict[str, object], str]:

@@ -435,7 +435,7 @@ class TestClipping:
         both = "L.pytorch.callbacks.EarlyStopping('loss'), L.pytorch.callbacks.StochasticWeightAveraging(0.1)"
         task = lit(more=more.format(f"callbacks=[{both}]"))
         task.require("probe")
-        told = "the Trainer's callbacks are not called, whatever they do to the training: StochasticWeightAveraging"
+        told = "the Trainer's callbacks StochasticWeightAveraging are not called, whatever they do to the training"
         assert task.source.notes == (told,)
 
     def test_the_users_own_is_called_with_what_the_trainer_says(self, lit):

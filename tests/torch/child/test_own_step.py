@@ -331,7 +331,7 @@ class TestGradientsOfTheTasksOwnMaking:
 
     def test_which_replace_those_of_earlier_micro_batches_are_no_larger_batch(self, trainer):
         own = trainer(train_step=self.step(adds_up=False))
-        with pytest.raises(UserCodeError, match=r"without context.backward\(loss\).* batch_size.max be"):
+        with pytest.raises(UserCodeError, match=r"without context.backward\(loss\).* within what fits at once"):
             own.step(iter(batches_of(own, 2)), 2)
 
     def test_which_are_added_up_are_one(self, trainer):
