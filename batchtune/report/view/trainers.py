@@ -55,6 +55,11 @@ def _rank_notes(ran: Ran, command: str = "torchrun --nproc-per-node") -> list[st
     return [launched(ran.found, command)] if ran.found.world_size > 1 else []
 
 
+def _of_torch(ran: Ran) -> str | None:
+    """The optimizer by the name that the Trainer may know: Adam that decays no weights steps as AdamW does."""
+    return "AdamW" if ran.optimizer == "Adam" and ran.made_with.get("weight_decay") == 0 else ran.optimizer
+
+
 def _hf_optimizer(ran: Ran) -> Fields:
     """The optimizer and, where the task has none, the constant schedule: the Trainer's own would be linear.
 
@@ -63,7 +68,7 @@ def _hf_optimizer(ran: Ran) -> Fields:
     """
     if ran.found.learning_rate is None:
         return {}
-    optimizer, known, made = ran.optimizer, ran.result.task.optimizer_settings, ran.made_with
+    optimizer, known, made = _of_torch(ran), ran.result.task.optimizer_settings, ran.made_with
     if "optim" in ran.known.arguments:  # a Trainer makes it by these very fields
         return Fields(ran.known.arguments)
     if ran.several:
@@ -92,7 +97,7 @@ def _hf_optimizer_notes(ran: Ran) -> list[str]:
     """What the Trainer does otherwise than it was measured, or cannot be told."""
     if "optim" in ran.known.arguments:
         return []
-    _, fields, arguments = _HF_OPTIMIZERS.get(ran.optimizer or "AdamW", ("", {}, ()))
+    _, fields, arguments = _HF_OPTIMIZERS.get(_of_torch(ran) or "AdamW", ("", {}, ()))
     told = {*fields, *arguments, "betas"}
     notes = optimizer_notes(ran) + [
         f"no field says {name}={value!r}: give it to your optimizer"

@@ -191,6 +191,19 @@ def test_the_trainer_is_given_no_learning_rate_of_an_optimizer_that_it_cannot_na
     assert "HF TrainingArguments" not in view_of(made_with(tuned, optimizer)).settings
 
 
+def test_adam_that_decays_no_weights_is_the_trainers_adamw(tuned):
+    made = {"betas": [0.9, 0.98], "eps": 1e-9, "decoupled_weight_decay": False}
+    told = hf(made_with(tuned, "Adam", weight_decay=0, **made))
+    assert (told["optim"], told["weight_decay"], told["adam_beta2"], told["adam_epsilon"]) == (
+        "adamw_torch",
+        0,
+        0.98,
+        1e-9,
+    )
+    with pytest.raises(UsageError, match="one for Adam, which TrainingArguments cannot name"):
+        hf(made_with(tuned, "Adam", weight_decay=0.1, **made))
+
+
 def test_deepspeed_gets_the_whole_optimizer(tuned):
     assert deepspeed(made_with(tuned, "SGD", **SGD))["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4} | SGD}
     assert EXPORTS["deepspeed"].said_beside(on("cuda", made_with(tuned, "SGD", **SGD), precision="fp32")) == []
