@@ -56,6 +56,9 @@ class RankLauncher:
 
     def start(self) -> Process:
         name = Leader.at_work.next_group() if Leader.at_work else ""
+        if not name and self._world_size > (most := RANKS_A_PROCESSOR * processors()):
+            told = f"more than the {most} ranks that may share the {processors()} processors here; name fewer"
+            raise UsageError(f"{self._world_size}: {told}", setting="ranks")
         group = GroupSettings(
             world_size=self._world_size, strategy=self._strategy, name=name, patience_seconds=FOLLOWING_SECONDS
         )
@@ -116,13 +119,10 @@ def world_size_here(nproc_per_node: int) -> int:
     """How many ranks a probe is of: so many as are asked for, or inside of torchrun all that it has started.
 
     Raises:
-        UsageError: another number than those is asked for, or one that no machine like this can start.
+        UsageError: another number than those is asked for.
     """
     torchrun = TorchrunEnv.from_environment()
     if torchrun is None:
-        if nproc_per_node > (most := RANKS_A_PROCESSOR * processors()):
-            told = f"more than the {most} ranks that may share the {processors()} processors here; name fewer"
-            raise UsageError(f"--nproc-per-node {nproc_per_node}: {told}")
         return nproc_per_node
     if nproc_per_node not in {1, torchrun.world_size}:
         raise UsageError(

@@ -65,11 +65,12 @@ class TestGroups:
 
     def test_more_than_the_machine_could_start_are_refused_before_one_is(self, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)), raising=False)
-        assert ranks.world_size_here(32) == 32
+        monkeypatch.setattr(ranks, "LocalProcess", lambda *_, **__: "a group")
+        assert RankLauncher(32, "ddp").start() == "a group"
         with pytest.raises(
             UsageError, match="--nproc-per-node 99999: more than the 32 ranks that may share the 2 proc"
         ):
-            ranks.world_size_here(99999)
+            RankLauncher(99999, "ddp").start()
 
 
 class TestAssignment:
