@@ -242,7 +242,8 @@ class _Steps:
         if saves:
             heartbeat.beat(at_once=True)
             with Path(os.devnull).open("wb") as file:
-                torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)
+                states = trainer.optimizers.state_dict(self._ranks.rank)
+                torch.save({"model": trainer.model.state_dict(), "optimizer": states}, file)
         self._evaluates = False
         self.tracker.end_phase(forward_backward=False)
 

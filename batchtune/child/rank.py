@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -38,7 +39,8 @@ class RankChild(Child):
             return None
         if self._ranks is not ALONE:
             self._group.strategy = _variant_of(command).strategy or self._rendezvous.strategy
-        return super().answer(command)
+        with self._group.unseen() if command.by_itself else contextlib.nullcontext():
+            return super().answer(command)
 
     def open(self, command: OpenTask) -> Opened | None:
         """As a child alone does, with what is to be known of the group."""

@@ -246,6 +246,10 @@ class Flops(Message):
     per_sample: float | None
     computed_in: str = ""
 
+    @property
+    def by_itself(self) -> bool:
+        return self.ranks != "together"
+
 
 class CountFlops(Command[Flops]):
     """The floating-point operations of a step."""

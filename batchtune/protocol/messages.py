@@ -87,6 +87,11 @@ class Command(Message, Generic[Answer]):
         """The ranks of a group that are asked."""
         return [0] if self.first_rank_only else list(range(world_size))
 
+    @property
+    def by_itself(self) -> bool:
+        """Whether a rank does it without the others."""
+        return self.first_rank_only
+
 
 AnyCommand: TypeAlias = Command[Any]
 

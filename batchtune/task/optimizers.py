@@ -80,9 +80,12 @@ class Optimizers(list[Optimizer]):
         for each in self:
             each.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> list[dict[str, object]]:
-        """As a checkpoint keeps them."""
-        return [each.state_dict() for each in self]
+    def state_dict(self, rank: int = 0) -> list[dict[str, object]]:
+        """As a checkpoint keeps them; one whose states ranks share (ZeroRedundancyOptimizer) is the first rank's."""
+        shared = {each: gather for each in self if (gather := getattr(each, "consolidate_state_dict", None))}
+        for gather in shared.values():
+            gather(to=0)
+        return [each.state_dict() for each in self if not (rank and each in shared)]
 
 
 def _unwrapped(given: object) -> object:

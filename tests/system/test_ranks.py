@@ -224,6 +224,52 @@ def test_sharded_ranks_accumulate_evaluate_and_save(settings):
         assert point.step_seconds > 0
 
 
+BETWEEN_RANKS = """
+import torch, torch.distributed as dist
+from torch import nn
+
+def build_model():
+    return nn.Linear(8, 4)
+
+def make_batch(batch_size):
+    return torch.ones(batch_size, 8)
+
+def compute_loss(model, batch):
+    found = model(batch)
+    if dist.is_initialized():
+        parts = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, found.detach())
+        parts[dist.get_rank()] = found
+        found = torch.cat(parts)
+    return nn.functional.cross_entropy(found, torch.zeros(len(found), dtype=torch.long))
+"""
+
+
+def test_a_loss_that_asks_other_ranks_is_timed_without_them_too_and_keeps_nobody_waiting(tmp_path):
+    (tmp_path / "model.py").write_text(BETWEEN_RANKS)
+    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+    with Worker(settings, RankLauncher(2, "ddp")) as group:
+        for ranks in ("together", "apart", "alone", "apart", "together"):  # they take unlike numbers of steps apart
+            point = group.call(TimeSteps(batch_size=4, precision="fp32", seconds=0.3, ranks=ranks), timeout=20)
+            assert point.step_seconds > 0
+
+
+SHARED_STATES = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+def build_optimizer(model, lr):
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
+"""
+
+
+def test_an_optimizer_whose_states_ranks_share_is_saved_by_the_first(tmp_path):
+    (tmp_path / "model.py").write_text(BETWEEN_RANKS + SHARED_STATES)
+    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+    with Worker(settings, RankLauncher(2, "ddp")) as group:
+        found = try_size(group, PLAIN, steps=2, verify=True)
+        assert (found["outcome"], found["steps"]) == ("fit", 2), found
+
+
 @pytest.mark.parametrize("started", [True, False], ids=["that trains", "that starts"])
 def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_path, started):
     program, temporary = tmp_path / "parent.py", tmp_path / "temporary"
