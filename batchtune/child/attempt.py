@@ -236,7 +236,7 @@ class _Steps:
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
             with in_eval_mode(trainer.model), trainer.precision.autocast():
-                undifferentiated(trainer, lambda: trainer.task.evaluate(trainer.model, few))
+                undifferentiated(trainer, lambda: trainer.task.evaluate(trainer.model, few, rank=self._ranks.rank))
         elif trainer.task.has("val_dataset"):
             self._evaluated, self._adds_up = look_at_evaluation(trainer, self._memory, size, most, few)
         if saves:

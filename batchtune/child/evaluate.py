@@ -104,13 +104,14 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
     Raises:
         UsageError: the task does not return this metric.
     """
-    task, model = trainer.task, trainer.model
+    task, model, rank = trainer.task, trainer.model, trainer.ranks.rank
     with kept_random_numbers(trainer.device), torch.no_grad(), in_eval_mode(model):
         trainer.ranks.align(model)
         if task.has("evaluate"):
             with trainer.precision.autocast():
-                found = undifferentiated(trainer, lambda: task.evaluate(model))
-            return trainer.ranks.together("first", _pick(found, metric, task))
+                found = undifferentiated(trainer, lambda: task.evaluate(model, rank=rank))
+            has_none = rank > 0 and found == {}
+            return trainer.ranks.together("first", math.nan if has_none else _pick(found, metric, task))
         if metric != "val_loss":
             raise _only_val_loss(metric, task)
         return _mean_loss(trainer, batch_size, max_batches)

@@ -194,13 +194,15 @@ class Task(TaskOptimizers):
         own = getattr(self.adapted, "validate", None)
         return (own or self.loss)(model, batch)
 
-    def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
+    def evaluate(self, model: nn.Module, max_batches: int | None = None, *, rank: int = 0) -> dict[str, float] | float:
         """The user's metrics for a model in eval mode; a plain float is whatever metric the configuration names.
 
-        An adapter is told of `max_batches`, which are enough for a look at memory.
+        An adapter is told of `max_batches`, which are enough for a look at memory. Ranks but the first may have none.
         """
         brief = {"max_batches": max_batches} if self.adapted else {}
         found = self.source.evaluate(model, **brief)
+        if rank and found is None:
+            return {}
         if isinstance(found, Mapping):
             return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
         return self._number(found, "evaluate()")

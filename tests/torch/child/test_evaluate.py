@@ -1,6 +1,8 @@
 """Evaluation: which metric, over what, and without a trace in training."""
 
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +33,20 @@ class TestUsersOwn:
         scores = trainer(evaluate=lambda _model: {"val_loss": 2.0, "accuracy": 0.5})
         with pytest.raises(UsageError, match=r"'f1' is not among what .* in model.py returns: val_loss, accuracy; cho"):
             metric_value(scores, "f1", 8)
+
+    @pytest.mark.parametrize("nothing", [None, {}])
+    def test_ranks_but_the_first_may_have_none(self, trainer, nothing):
+        scores, told = trainer(evaluate=lambda _model: nothing), []
+        scores.ranks = SimpleNamespace(
+            rank=1, world_size=2, align=lambda _: None, together=lambda *said: told.append(said) or 0.5
+        )
+        assert metric_value(scores, "accuracy", 8) == 0.5
+        ((how, own),) = told
+        assert (how, math.isnan(own)) == ("first", True)
+
+    def test_the_first_must_have_one(self, trainer):
+        with pytest.raises(UserCodeError, match="evaluate must return a float or a dict of floats"):
+            metric_value(trainer(evaluate=lambda _model: None), "accuracy", 8)
 
     def test_the_one_that_was_meant_is_proposed(self, trainer):
         with pytest.raises(UsageError, match=r"choose one: objective\.metric=eval_f1$"):
