@@ -131,13 +131,13 @@ class Parallel(Ranks):
         whole model never has to fit there, nor into the host's memory.
         """
         if self.strategy == "ddp":
-            return super().place(build, device)
+            return super().place(lambda: _undistributed(build()), device)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         from batchtune.child.ranks.deferred import build_deferred
 
-        model, fill = build_deferred(build)
+        model, fill = build_deferred(lambda: _undistributed(build()))
         mesh, blocks = init_device_mesh(device.type, (self.world_size,)), repeated_blocks(model)
         _require_untied(model, blocks)
         for module in (*blocks, model):
@@ -177,6 +177,20 @@ class Parallel(Ranks):
                 raise
 
         return replicated
+
+
+def _undistributed(model: nn.Module) -> nn.Module:
+    """Refuses a model that the user's code has wrapped or sharded already: both would be done twice."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            kind, how = (
+                ("fully_shard", "fsdp") if isinstance(module, FSDPModule) else ("DistributedDataParallel", "ddp")
+            )
+            raise UsageError(f"build_model applies {kind} by itself; leave that out: ranks do so with --strategy {how}")
+    return model
 
 
 class _LossOf(nn.Module):

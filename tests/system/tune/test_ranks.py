@@ -102,10 +102,29 @@ class Scaled(nn.Linear):
 def build_model():
     return nn.Sequential(Scaled(), Scaled(), nn.Linear(8, 1))
 """
+WRAPPED = """
+def build_model():
+    return nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+"""
+SHARDED = """
+def build_model():
+    return torch.distributed.fsdp.fully_shard(nn.Linear(8, 1))
+"""
 UNSHARED = {
     TIED: "strategy fsdp: 0.0.weight and 1.0.weight are one weight (tied), in two shards; use ddp",
     SCALAR: "strategy fsdp: Scaled: fully_shard doesn't support scalar parameters",
 }
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "how"), [(WRAPPED, "DistributedDataParallel", "ddp"), (SHARDED, "fully_shard", "fsdp")]
+)
+def test_a_model_that_the_users_code_has_spread_already_is_refused_before_anything_trains(quick_cli, model, what, how):
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + model)
+    done = quick_cli(*STUDY, "--ranks", "2")
+    assert done.code == 2
+    assert f"build_model applies {what} by itself; leave that out: ranks do so with --strategy {how}" in done.err
+    assert not (quick_cli.run_folder() / "attempts.jsonl").exists()
 
 
 @pytest.mark.parametrize("strategy", [["--strategy", "fsdp"], ["ranks.strategy=[ddp, fsdp]"]])
