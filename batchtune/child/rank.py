@@ -15,7 +15,7 @@ from batchtune.child.image import serve_forks
 from batchtune.child.ranks._base import ALONE
 from batchtune.child.ranks.parallel import Parallel, load_early
 from batchtune.child.server import Child
-from batchtune.child.trainer import Trainer
+from batchtune.child.trainer import Trainer, shared_by_user
 from batchtune.device.memory import count_devices, find_device
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Train, TryBatchSize
@@ -47,12 +47,16 @@ class RankChild(Child):
         limits = command.rank_memory_limits_bytes
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
         opened = super().open(command.but(device=_own_device(command.device), **own))
-        group = self._group
+        group, task = self._group, self._task
+        task.deals_out = command.deals_out if opened is None else shared_by_user(task, group)
+        if opened is not None and task.deals_out:
+            size = opened.train_size and int(group.together("sum", opened.train_size))
+            opened = opened.but(deals_out=True, train_size=size)
         if opened is not None and command.purpose == "tune":  # what a way of sharing does not take is to be said now
             _require_alike(group, opened)
             for strategy in command.strategies:
                 group.strategy = strategy
-                Trainer(self._task, self._memory.device, opened.precision[0][0], ranks=group)
+                Trainer(task, self._memory.device, opened.precision[0][0], ranks=group)
                 self._memory.release()
             group.strategy = self._rendezvous.strategy
         return opened and opened.but(world_size=group.world_size, strategy=group.strategy, backend=group.backend)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
-from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, own_batches
+from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, deals_out, own_batches, tell_epoch
 from batchtune.child.stepping import LOSS_SCALE, Precision, StepContext, clip
 from batchtune.device.host import waited_seconds
 from batchtune.document import GradientClipping, Value
@@ -24,10 +25,12 @@ from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
 from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.contract import Task
-from batchtune.task.state import seed_everything
+from batchtune.task.samples import digest
+from batchtune.task.state import seed_everything, seeded
 from batchtune.vocabulary import LengthBatches
 
 _SEEDS_APART = 1_000_003  # of ranks
+_FIRST = 2  # batches, of so many samples, by which the parts of ranks are told from each other
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -59,7 +62,7 @@ def training_loader(
     iterable = isinstance(data, IterableDataset)
     size = task.train_size()
     sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
-    if ranks.world_size > 1:
+    if ranks.world_size > 1 and not task.deals_out:
         size = None if size is None else size // ranks.world_size
         if iterable:
             data = StreamShard(data, ranks)
@@ -75,6 +78,25 @@ def training_loader(
         generator=generator,
         **settings,
     )
+
+
+def shared_by_user(task: Task, ranks: Ranks) -> bool:
+    """Whether the user's code gives each rank a part of the training set of its own.
+
+    Then ranks read unlike samples first, though all draw alike. What one rank does not read twice alike says nothing.
+    """
+
+    def first() -> float:
+        with contextlib.suppress(Exception), seeded(0):  # of a loader that takes no small batches: that is told later
+            loader = task.loader(_FIRST) if task.has("train_loader") else training_loader(task, _FIRST, 0)
+            tell_epoch(loader, 0)
+            return math.inf if deals_out(loader) else digest(list(itertools.islice(loader, _FIRST)))
+        return math.nan
+
+    own = ranks.each(first())
+    if own[0] == math.inf or len(set(own)) < len(own):
+        return own[0] == math.inf
+    return own == ranks.each(first())
 
 
 def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> DataLoader[object]:
@@ -167,9 +189,11 @@ class TrainingBatches(Iterator[object]):
 
     def _epoch(self, number: int) -> Iterable[object]:
         self._epochs_ended, self._start = number, time.perf_counter() - waited_seconds()
-        if self._loader is not None:
-            return self._loader
-        return own_batches(self._task.loader(self._size), self._seed + number, self._ranks)
+        loader = self._task.loader(self._size) if self._loader is None else self._loader
+        tell_epoch(loader, number)
+        if self._loader is not None or self._task.deals_out:
+            return loader
+        return own_batches(loader, self._seed + number, self._ranks)
 
 
 class Trainer:

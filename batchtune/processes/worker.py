@@ -144,6 +144,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             metric=None,  # it is looked for once
             memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
             rank_memory_limits_bytes=self.opened.rank_memory_limits_bytes,
+            deals_out=self.opened.deals_out,
             samples=self.opened.samples,  # every child is to train the same batch
             lengths_seen=self.opened.lengths,
         )

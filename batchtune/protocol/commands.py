@@ -51,6 +51,7 @@ class Opened(Message):
         precision: each with the reason why it was chosen.
         instead: why it is fp32 and not the half precision that the device does well, where the task refuses that.
         train_size: samples; None for a stream, or where the task makes its batches.
+        deals_out: the user's code gives each rank of a group its own part of the training set.
         samples: of the worst batch; None where the task makes it.
         lengths: that were asked for or found; None where none were asked for.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
@@ -76,6 +77,7 @@ class Opened(Message):
     precision: tuple[tuple[str, str], ...]
     instead: str = ""
     train_size: int | None
+    deals_out: bool = False
     samples: SamplesSeen | None = None
     lengths: LengthsSeen | None = None
     has_train_dataset: bool
@@ -125,6 +127,7 @@ class OpenTask(Command[Opened | None]):
             optimizer steps.
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
+        deals_out: the user's code gives each rank its own part of the training set, as another group has seen.
         samples: of the worst batch, where another child has looked for them.
         lengths: of the inputs; `auto` for those of the training set; None: batches are all made alike.
         lengths_seen: the same, where another child has found them.
@@ -145,6 +148,7 @@ class OpenTask(Command[Opened | None]):
     purpose: Purpose = "probe"
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    deals_out: bool = False
     samples: SamplesSeen | None = None
     lengths: AskedLengths | None = None
     lengths_seen: LengthsSeen | None = None
@@ -239,16 +243,16 @@ class TimeSteps(Command[ThroughputPoint]):
     def asked(self, world_size: int) -> list[int]:
         return [0] if self.ranks == "alone" else super().asked(world_size)
 
+    @property
+    def by_itself(self) -> bool:
+        return self.ranks != "together"
+
 
 class Flops(Message):
     """Floating-point operations of one sample, None where torch counts none, and what most of them are computed in."""
 
     per_sample: float | None
     computed_in: str = ""
-
-    @property
-    def by_itself(self) -> bool:
-        return self.ranks != "together"
 
 
 class CountFlops(Command[Flops]):

@@ -40,10 +40,12 @@ class TaskData:
     Attributes:
         source: the module or object that carries the names.
         where: how the user named it, for messages.
+        deals_out: of ranks that train as one, the user's code gives each its own part of the training set.
     """
 
     source: Any
     where: str
+    deals_out: bool = field(default=False, init=False)
     _worst_samples: list[object] = field(default_factory=list, init=False)
     _samples_seen: SamplesSeen | None = field(default=None, init=False)
     _differ: bool | None = field(default=None, init=False)

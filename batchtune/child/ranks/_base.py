@@ -100,6 +100,10 @@ class Shard(Sampler[int]):
     def __init__(self, order: Sampler[int], seed: int, ranks: Ranks) -> None:
         self._order, self._seed, self._ranks, self._epoch = order, seed, ranks, 0
 
+    def set_epoch(self, number: int) -> None:
+        """Tells the order, where that wants to know."""
+        _tell(self._order, number)
+
     def __len__(self) -> int:
         sized: Any = self._order
         return len(sized) // self._ranks.world_size
@@ -118,6 +122,10 @@ class StreamShard(IterableDataset[object]):
     def __init__(self, stream: Iterable[object], ranks: Ranks) -> None:
         self._stream, self._ranks = stream, ranks
 
+    def set_epoch(self, number: int) -> None:
+        """Tells the stream, where that wants to know."""
+        _tell(self._stream, number)
+
     def __iter__(self) -> Iterator[object]:
         return every_nth(self._stream, self._ranks)
 
@@ -131,9 +139,30 @@ def every_nth(found: Iterable[T], ranks: Ranks) -> Iterator[T]:
 
 def own_batches(loader: Iterable[T], seed: int, ranks: Ranks) -> Iterator[T]:
     """This rank's batches of an epoch of the user's own loader, which may share the set among ranks by itself."""
-    if ranks.world_size == 1 or isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if ranks.world_size == 1 or deals_out(loader):
         return iter(loader)
     with seeded(seed):  # a loader that shuffles draws its order when the first batch is asked for
         batches = iter(loader)
         first = list(itertools.islice(batches, 1))
     return every_nth(itertools.chain(first, batches), ranks)
+
+
+def deals_out(loader: object) -> bool:
+    """Whether a loader's order is that of one rank's own part, as torch makes it."""
+    return any(isinstance(each, DistributedSampler) for each in _samplers(loader))
+
+
+def tell_epoch(loader: object, number: int) -> None:
+    """Calls `set_epoch` of what a loader is made of, as a loop over epochs does: by it orders are drawn anew."""
+    for each in (getattr(loader, "dataset", None), *_samplers(loader)):
+        _tell(each, number)
+
+
+def _tell(each: object, number: int) -> None:
+    if callable(tell := getattr(each, "set_epoch", None)):
+        tell(number)
+
+
+def _samplers(loader: object) -> tuple[object, ...]:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)

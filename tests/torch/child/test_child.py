@@ -47,6 +47,7 @@ def done(monkeypatch):
     monkeypatch.setattr(Sensors, "sharing", look)
     monkeypatch.setattr(beginning, "open_device", open_device)
     monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
+    monkeypatch.setattr(Parallel, "each", lambda ranks, own: [own] * ranks.world_size)
     monkeypatch.setattr(beginning, "set_libraries_apart", lambda: None)
     monkeypatch.setattr(beginning.heartbeat, "start", lambda _: None)
     return done

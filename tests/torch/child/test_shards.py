@@ -1,6 +1,9 @@
 """Which samples each rank trains on and evaluates: all of them see what one device would, and none sees another's."""
 
 import itertools
+import math
+import secrets
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from batchtune.child.ranks._base import ALONE, every_nth
-from batchtune.child.trainer import TrainingBatches
+from batchtune.child.trainer import TrainingBatches, shared_by_user
 
 SAMPLES, MICRO, RANKS = 67, 4, 3
 
@@ -101,6 +104,129 @@ def test_a_loader_that_shares_the_set_among_ranks_by_itself_is_taken_as_it_is(li
         return DataLoader(Numbers(), size, sampler=sampler)
 
     assert drawn(linear_task(train_loader=loader), 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+class Noticing(DistributedSampler):
+    """As of a loop over epochs that calls `set_epoch`."""
+
+    def __init__(self, number, count):
+        super().__init__(Numbers(), num_replicas=count, rank=number)
+
+
+@pytest.mark.parametrize("count", [1, RANKS])
+def test_a_loader_that_shares_the_set_by_itself_is_told_the_epoch_and_shuffles_anew(linear_task, count):
+    task = linear_task(train_loader=lambda size: DataLoader(Numbers(), size, sampler=Noticing(0, count)))
+    epoch = math.ceil(SAMPLES / count / MICRO)
+    found = drawn(task, 2 * epoch, ranks=rank(0, count))
+    (expected := Noticing(0, count)).set_epoch(1)
+    assert list(itertools.chain(*found[:epoch])) == list(Noticing(0, count))
+    assert list(itertools.chain(*found[epoch:])) == list(expected)
+
+
+def test_a_stream_and_a_sampler_are_told_the_epoch_on_one_device_and_on_ranks(linear_task):
+    class Counted(IterableDataset):
+        epoch = None
+
+        def set_epoch(self, number):
+            self.epoch = number
+
+        def __iter__(self):
+            return iter([self.epoch] * MICRO * RANKS)
+
+    for ranks, batches in ((ALONE, RANKS), (rank(1), 1)):
+        found = drawn(linear_task(train_dataset=Counted), 2 * batches, ranks=ranks)
+        assert found == [[epoch] * MICRO for epoch in (0, 1) for _ in range(batches)]
+
+
+class Parts(IterableDataset):
+    """A stream that gives each rank its part, as one that asks for the rank does."""
+
+    def __iter__(self):
+        return iter(range(Parts.number, SAMPLES, RANKS))
+
+
+class Strided(Dataset):
+    """A rank's part of a set, by place."""
+
+    def __init__(self):
+        self.samples = range(Parts.number, SAMPLES, RANKS)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, place):
+        return self.samples[place]
+
+
+class Unseeded(Numbers):
+    """A set whose samples differ each time, as with a random generator of its own that nobody seeds."""
+
+    def __getitem__(self, place):
+        return place + float(secrets.randbelow(1000)) / 1000
+
+
+def of_each_rank(monkeypatch, task):
+    """What ranks, one after the other at each step, find of whose the samples are."""
+    monkeypatch.setattr(Parts, "number", 0, raising=False)
+    here, said, found = threading.Barrier(RANKS), [0.0] * RANKS, {}
+    turn = threading.Lock()
+
+    def work(number):
+        def each(own):
+            said[number] = own
+            turn.release()
+            here.wait()
+            all_said = list(said)
+            here.wait()
+            take()
+            return all_said
+
+        def take():
+            turn.acquire()
+            Parts.number = number
+
+        take()
+        found[number] = shared_by_user(task(), SimpleNamespace(each=each, world_size=RANKS, rank=number))
+        turn.release()
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    (alike,) = {found[number] for number in range(RANKS)}
+    return alike
+
+
+@pytest.mark.parametrize(
+    ("functions", "is_shared"),
+    [
+        ({"train_dataset": Parts}, True),
+        ({"train_dataset": Strided}, True),
+        ({"train_loader": lambda size: DataLoader(Strided(), size, shuffle=True)}, True),
+        ({"train_loader": lambda size: DataLoader(Numbers(), size, sampler=Noticing(Parts.number, RANKS))}, True),
+        ({"train_dataset": Numbers}, False),
+        ({"train_dataset": Stream}, False),
+        ({"train_dataset": Unseeded}, False),
+        ({"train_loader": lambda size: DataLoader(Numbers(), size, shuffle=True)}, False),
+        ({"train_loader": lambda size: DataLoader(Numbers(), size)}, False),
+        ({"train_loader": lambda size: 1 // (size > 8)}, False),
+    ],
+)
+def test_whether_the_users_code_deals_out_its_samples_is_seen_by_what_ranks_read(
+    linear_task, monkeypatch, functions, is_shared
+):
+    assert of_each_rank(monkeypatch, lambda: linear_task(**functions)) is is_shared
+
+
+@pytest.mark.parametrize(
+    "functions", [{"train_dataset": Parts}, {"train_loader": lambda size: DataLoader(Parts(), size)}]
+)
+def test_what_the_users_code_deals_out_is_not_dealt_out_again(linear_task, monkeypatch, functions):
+    task = linear_task(**functions)
+    task.deals_out = True
+    monkeypatch.setattr(Parts, "number", 1, raising=False)
+    assert drawn(task, 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min", "first"])
