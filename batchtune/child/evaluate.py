@@ -263,18 +263,21 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
 def _batches(task: Task, batch_size: int, ranks: Ranks) -> Iterator[tuple[int, object]]:
     """The batches of the validation set, each with the number of its samples that count.
 
-    Ranks take them in turn, of a stream all of them all. Each takes as many: one that has none left takes the last
-    batch again, which then does not count.
+    Ranks take them in turn, of a stream all of them all. At each turn theirs are of one size, as a loss may ask that
+    gathers from all: they split what is left in the end, and what cannot be split all take and the first one counts.
     """
     data: Any = task.val_data
     collate: Callable[[list[object]], object] = task.collate if task.has("collate") else default_collate
     if isinstance(data, IterableDataset):  # only whoever puts a batch together knows how large it is
         yield from DataLoader(data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found)))
         return
-    count = math.ceil(len(data) / batch_size)
-    own = range(ranks.rank, ranks.world_size * math.ceil(count / ranks.world_size), ranks.world_size)
-    starts = [batch_size * min(number, count - 1) for number in own]
-    places = [range(start, min(start + batch_size, len(data))) for start in starts]
-    loader = DataLoader(data, batch_sampler=(list(each) for each in places), collate_fn=collate)
-    for number, each, batch in zip(own, places, loader, strict=True):
-        yield len(each) if number < count else 0, batch
+    rank, world_size = ranks.rank, ranks.world_size
+    whole, left = divmod(len(data), batch_size * world_size)
+    each, odd = divmod(left, world_size)
+    turns = [(turn * batch_size * world_size, batch_size) for turn in range(whole)]
+    turns += [(len(data) - left, each)] * bool(each)
+    places = [range(start + rank * size, start + (rank + 1) * size) for start, size in turns]
+    counts = [len(place) for place in places] + [0 if rank else odd] * bool(odd)
+    places += [range(len(data) - odd, len(data))] * bool(odd)
+    loader = DataLoader(data, batch_sampler=map(list, places), collate_fn=collate)
+    yield from zip(counts, loader, strict=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
+from batchtune.child.evaluate import _batches
 from batchtune.child.ranks._base import ALONE, every_nth
 from batchtune.child.trainer import TrainingBatches, shared_by_user
 
@@ -104,6 +105,17 @@ def test_a_loader_that_shares_the_set_among_ranks_by_itself_is_taken_as_it_is(li
         return DataLoader(Numbers(), size, sampler=sampler)
 
     assert drawn(linear_task(train_loader=loader), 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+@pytest.mark.parametrize("samples", [1, 5, 24, 25, 67])
+@pytest.mark.parametrize("count", [1, 2, RANKS])
+def test_each_sample_is_evaluated_once_and_ranks_have_batches_of_one_size_at_each_turn(linear_task, samples, count):
+    task = linear_task(val_dataset=lambda: list(range(samples)))
+    found = [list(_batches(task, MICRO, rank(number, count))) for number in range(count)]
+    counted = [place for each in found for size, batch in each for place in batch[:size].tolist()]
+    assert sorted(counted) == list(range(samples))
+    assert all(len({len(batch) for _, batch in turn}) == 1 for turn in zip(*found, strict=True))
+    assert all(len(batch) <= MICRO for each in found for _, batch in each)
 
 
 class Noticing(DistributedSampler):
