@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -45,9 +47,7 @@ class TrainerView:
         samples_per_step: of an optimizer step.
     """
 
-    world_size = num_devices = num_nodes = accumulate_grad_batches = check_val_every_n_epoch = 1
-    global_rank = local_rank = node_rank = 0
-    is_global_zero = True
+    accumulate_grad_batches = check_val_every_n_epoch = 1
     training = validating = sanity_checking = testing = predicting = evaluating = False
     fast_dev_run = overfit_batches = barebones = should_stop = False
     log_every_n_steps = 50
@@ -75,6 +75,41 @@ class TrainerView:
         self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
         self.loggers = [self.logger]
         self.logged = Logged(where)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train as one."""
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+    @property
+    def num_devices(self) -> int:
+        """Those of them on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if self.world_size > 1 else 1
+
+    @property
+    def num_nodes(self) -> int:
+        """The machines that they are on."""
+        return self.world_size // self.num_devices
+
+    @property
+    def global_rank(self) -> int:
+        """This one's number among them."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among those on this machine."""
+        return self.global_rank % self.num_devices
+
+    @property
+    def node_rank(self) -> int:
+        """The number of its machine."""
+        return self.global_rank // self.num_devices
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether it is the first."""
+        return self.global_rank == 0
 
     @property
     def num_training_batches(self) -> int | float:
@@ -114,7 +149,8 @@ class TrainerView:
     logged_metrics = progress_bar_metrics = callback_metrics
 
     def saw(self, batch: object, output: object, samples: int) -> None:
-        """A micro-batch has been through the training step."""
+        """A micro-batch of so many samples has been through the training step, on each rank one."""
+        samples *= self.world_size
         self._last = (batch, tree_map_only(Tensor, Tensor.detach, output))
         self._samples = {name: count + samples for name, count in self._samples.items()}
 

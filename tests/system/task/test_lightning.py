@@ -561,6 +561,20 @@ class TestProgress:
             trainer.step(batches)
         assert trainer.model.current_epoch == 1
 
+    def test_of_two_ranks_it_has_half_as_many_and_the_module_knows_which_one_it_is(self, lit, monkeypatch):
+        for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        task = lit()
+        trainer, batches = Trainer(task, CPU, "fp32", samples_per_step=8), TrainingBatches(task, 4, 0)
+        view, epochs = trainer.model.trainer, []
+        assert (view.world_size, view.num_devices, view.num_nodes) == (2, 2, 1)
+        assert (view.global_rank, view.local_rank, view.node_rank, view.is_global_zero) == (1, 1, 0, False)
+        for _ in range(5):  # an epoch of its 20 samples has two such steps
+            trainer.step(batches)
+            epochs.append((trainer.model.current_epoch, view.num_training_batches))
+        assert epochs == [(0, 2), (1, 2), (1, 2), (2, 2), (2, 2)]
+
 
 class TestModes:
     def test_what_the_user_froze_stays_in_eval_mode(self, lit):
