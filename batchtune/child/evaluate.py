@@ -110,8 +110,9 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
         if task.has("evaluate"):
             with trainer.precision.autocast():
                 found = undifferentiated(trainer, lambda: task.evaluate(model, rank=rank))
-            has_none = rank > 0 and found == {}
-            return trainer.ranks.together("first", math.nan if has_none else _pick(found, metric, task))
+            has_it = isinstance(found, float) or metric in found
+            is_known = bool(trainer.ranks.together("first", float(has_it)))  # to all; it may be the first one's alone
+            return trainer.ranks.together("first", _pick(found, metric, task) if has_it or not is_known else math.nan)
         if metric != "val_loss":
             raise _only_val_loss(metric, task)
         return _mean_loss(trainer, batch_size, max_batches)

@@ -48,10 +48,10 @@ class RankChild(Child):
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
         opened = super().open(command.but(device=_own_device(command.device), **own))
         group, task = self._group, self._task
-        task.deals_out = command.deals_out if opened is None else shared_by_user(task, group)
-        if opened is not None and task.deals_out:
-            size = opened.train_size and int(group.together("sum", opened.train_size))
-            opened = opened.but(deals_out=True, train_size=size)
+        deals_out = command.deals_out if opened is None else shared_by_user(task, group)
+        task.parts = group.world_size if deals_out else 1
+        if opened is not None:
+            opened = opened.but(deals_out=deals_out, train_size=task.train_size())
         if opened is not None and command.purpose == "tune":  # what a way of sharing does not take is to be said now
             _require_alike(group, opened)
             for strategy in command.strategies:

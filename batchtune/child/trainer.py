@@ -62,9 +62,11 @@ def training_loader(
     iterable = isinstance(data, IterableDataset)
     size = task.train_size()
     sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
-    if ranks.world_size > 1 and not task.deals_out:
+    if ranks.world_size > 1:
         size = None if size is None else size // ranks.world_size
-        if iterable:
+        if task.parts > 1:
+            pass  # it is the user's code that shares
+        elif iterable:
             data = StreamShard(data, ranks)
         else:
             sampler = Shard(sampler or RandomSampler(data, generator=generator), seed, ranks)
@@ -191,7 +193,7 @@ class TrainingBatches(Iterator[object]):
         self._epochs_ended, self._start = number, time.perf_counter() - waited_seconds()
         loader = self._task.loader(self._size) if self._loader is None else self._loader
         tell_epoch(loader, number)
-        if self._loader is not None or self._task.deals_out:
+        if self._loader is not None or self._task.parts > 1:
             return loader
         return own_batches(loader, self._seed + number, self._ranks)
 

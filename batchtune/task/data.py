@@ -40,12 +40,12 @@ class TaskData:
     Attributes:
         source: the module or object that carries the names.
         where: how the user named it, for messages.
-        deals_out: of ranks that train as one, the user's code gives each its own part of the training set.
+        parts: of the training set, where the user's code gives each of so many ranks its own.
     """
 
     source: Any
     where: str
-    deals_out: bool = field(default=False, init=False)
+    parts: int = field(default=1, init=False)
     _worst_samples: list[object] = field(default_factory=list, init=False)
     _samples_seen: SamplesSeen | None = field(default=None, init=False)
     _differ: bool | None = field(default=None, init=False)
@@ -111,8 +111,8 @@ class TaskData:
         if not self.has("train_dataset"):
             return None
         if isinstance(self.train_data, Sized):
-            return len(self.train_data)
-        return self._samples_seen.seen if self._samples_seen and self._samples_seen.is_all else None
+            return len(self.train_data) * self.parts
+        return self._samples_seen.seen * self.parts if self._samples_seen and self._samples_seen.is_all else None
 
     def rest_of_epoch(self, batch_size: int) -> int:
         """Samples of the smaller batch with which an adapted loader's epoch ends; 0 where it does not, or with one."""

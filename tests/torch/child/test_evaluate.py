@@ -34,15 +34,22 @@ class TestUsersOwn:
         with pytest.raises(UsageError, match=r"'f1' is not among what .* in model.py returns: val_loss, accuracy; cho"):
             metric_value(scores, "f1", 8)
 
-    @pytest.mark.parametrize("nothing", [None, {}])
-    def test_ranks_but_the_first_may_have_none(self, trainer, nothing):
-        scores, told = trainer(evaluate=lambda _model: nothing), []
+    @pytest.mark.parametrize("others", [None, {}, {"val_loss": 2.0}])
+    def test_ranks_but_the_first_may_have_none(self, trainer, others):
+        scores, told = trainer(evaluate=lambda _model: others), []
+        first = iter([1.0, 0.5])  # it has one
         scores.ranks = SimpleNamespace(
-            rank=1, world_size=2, align=lambda _: None, together=lambda *said: told.append(said) or 0.5
+            rank=1, world_size=2, align=lambda _: None, together=lambda *said: told.append(said) or next(first)
         )
         assert metric_value(scores, "accuracy", 8) == 0.5
-        ((how, own),) = told
-        assert (how, math.isnan(own)) == ("first", True)
+        assert told[0] == ("first", 0.0)
+        assert math.isnan(told[1][1])
+
+    def test_where_the_first_has_none_each_rank_says_so(self, trainer):
+        scores = trainer(evaluate=lambda _model: {"val_loss": 2.0})
+        scores.ranks = SimpleNamespace(rank=1, world_size=2, align=lambda _: None, together=lambda *_: 0.0)
+        with pytest.raises(UsageError, match="'accuracy' is not among what"):
+            metric_value(scores, "accuracy", 8)
 
     def test_the_first_must_have_one(self, trainer):
         with pytest.raises(UserCodeError, match="evaluate must return a float or a dict of floats"):

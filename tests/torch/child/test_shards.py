@@ -236,7 +236,7 @@ def test_whether_the_users_code_deals_out_its_samples_is_seen_by_what_ranks_read
 )
 def test_what_the_users_code_deals_out_is_not_dealt_out_again(linear_task, monkeypatch, functions):
     task = linear_task(**functions)
-    task.deals_out = True
+    task.parts = RANKS
     monkeypatch.setattr(Parts, "number", 1, raising=False)
     assert drawn(task, 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
 
