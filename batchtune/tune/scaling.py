@@ -194,4 +194,4 @@ def scale(
         settings = worker_settings(config).but(device=kind, metric=None)
         measured = time_group(settings, count, *sizes, found.precision, observer)
     expected = study.belief.expected() if study.parts.cost is SECONDS else None
-    return scaling(study.records(), found, probe, measured, expected) if measured else None
+    return scaling(study.compared(), found, probe, measured, expected) if measured else None

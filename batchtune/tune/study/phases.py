@@ -152,13 +152,16 @@ class TuneStudy:
         """All trials, in the form of the result document."""
         return self.parts.history.records()
 
+    def compared(self) -> list[Trial]:
+        """All trials as they are compared: those whose steps were timed in turn with what they take by that."""
+        return self._confirmation.as_timed_in_turn(self.records())
+
     def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
         """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
         objective = self.parts.plan.config.objective
         if self.parts.targets.met_at_start():
             return None, None
-        records = self.records()
-        trials = self._confirmation.as_timed_in_turn(records)
+        records, trials = self.records(), self.compared()
         found, baseline = recommend(trials, kind=objective.kind, goal=objective.goal, expected=self.belief.expected())
         if found is not None and trials != records:
             reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was not steady"

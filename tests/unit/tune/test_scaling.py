@@ -1,6 +1,7 @@
 """What several ranks would make of a study: how its batches split, and times from compute and communication."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from batchtune.document import (
     Trial,
     config_of,
 )
-from batchtune.tune.scaling import scaling, split
+from batchtune.tune.scaling import scale, scaling, split
 from batchtune.tune.verdict.scores import median_interval
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
@@ -138,6 +139,17 @@ class TestTimes:
     def test_a_world_size_that_no_batch_divides_by_is_left_out(self):
         found = FOUND.model_copy(update={"global_batch_size": 12, "micro_batch_size": 12})
         assert sorted(times([ran(12, 42.0)], ranks(), found)) == [1, 2, 4]
+
+    def test_where_steps_were_timed_in_turn_ranks_are_set_against_what_runs_take_by_that(self):
+        plan = SimpleNamespace(config=SimpleNamespace(world_size=2, ranks=SimpleNamespace(of_each=1)))
+        study = SimpleNamespace(
+            parts=SimpleNamespace(plan=plan, observer=None, cost=None),
+            records=lambda: [ran(32, 2 * seconds) for seconds in (40.0, 42.0, 44.0)],  # others had the machine, too
+            compared=lambda: TRIALS,
+        )
+        assert scale(study, None, PROBE, FOUND, scaling(TRIALS, FOUND, PROBE, ranks())) == scaling(
+            TRIALS, FOUND, PROBE, ranks()
+        )
 
     def test_without_a_time_to_target_there_is_nothing_to_say(self):
         found = FOUND.model_copy(update={"time_to_target_seconds": None})
