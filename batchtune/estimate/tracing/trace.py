@@ -70,6 +70,7 @@ class Tracer:
         self._chosen: list[tuple[ModuleType, str]] = []
         if asked.world_size > 1:
             text = f"{asked.strategy} on {asked.world_size} GPUs: by formulas; NCCL's own buffers are not in them"
+            text += ", nor what your code gathers from other ranks"
             self.notes.append(Assumption(text))
         with compilation_ignored(self.notes), precisions_supported():
             self._task = load_task(asked.task)

@@ -312,6 +312,7 @@ class ManualSteps:
     def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer], library: str, where: str) -> None:
         parts = importlib.import_module(f"{library}.core.optimizer")
         self._where, self.lightning_module = where, module
+        self._fabric = "lightning.fabric" if library.startswith("lightning.") else "lightning_fabric"
         self.context: Any = None
         self.losses: list[Tensor] = []
         self._no_closure = parts.do_nothing_closure
@@ -326,6 +327,11 @@ class ManualSteps:
         self.lightning_module.on_before_backward(loss)
         self.context.backward(loss, **arguments)
         self.lightning_module.on_after_backward()
+
+    def all_gather(self, tensor: Tensor, group: object = None, sync_grads: bool = False) -> Tensor:
+        """`self.all_gather`: that of all ranks, where there are several."""
+        parts = importlib.import_module(f"{self._fabric}.utilities.distributed")
+        return parts._all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)  # type: ignore[no-any-return]  # noqa: SLF001
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object], **_: object) -> None:
         """The step of one of `self.optimizers()`."""

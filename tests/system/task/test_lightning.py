@@ -607,6 +607,13 @@ class TestHooks:
         assert six.seen == [*start, *epoch, "on_train_epoch_end", "on_train_epoch_start", *step]
         assert (six.current_epoch, six.global_step) == (1, 6)
 
+    def test_all_gather_of_one_device_is_its_own(self, lit):
+        methods = """
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(self.all_gather(torch.ones(2), sync_grads=True).tolist())
+"""
+        assert trained(lit(methods)).model.seen == [[1.0, 1.0]]
+
     def test_transfer_hooks_of_the_datamodule_change_the_batch(self, lit):
         more = (
             DATAMODULE
