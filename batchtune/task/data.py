@@ -248,4 +248,4 @@ def samples_at(data: Any, places: Sequence[int] = (), first: Sequence[int] = ())
         return
     for place in places or itertools.chain(first, in_random_order(len(data))):
         seed_the_cpu(place % 2**32)
-        yield place, data[place]
+        yield place, data[min(place, len(data) - 1)]  # another rank's part may be longer

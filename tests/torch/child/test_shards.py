@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fixtures.training import points
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from batchtune.child.evaluate import _batches
@@ -239,6 +240,14 @@ def test_what_the_users_code_deals_out_is_not_dealt_out_again(linear_task, monke
     task.parts = RANKS
     monkeypatch.setattr(Parts, "number", 1, raising=False)
     assert drawn(task, 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+def test_the_worst_sample_of_a_longer_part_is_looked_for_in_a_shorter_one(linear_task):
+    longer, shorter = (linear_task(train_dataset=lambda count=count: points(count)) for count in (500, 2))
+    assert len(shorter.worst_batch(3)[0]) == 3
+    anew = linear_task(train_dataset=lambda: points(2))
+    anew.find_worst_samples(longer.find_worst_samples())
+    assert len(anew.worst_batch(3)[0]) == 3
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min", "first"])
