@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
 from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, deals_out, own_batches, tell_epoch
@@ -64,7 +64,7 @@ def training_loader(
     sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
     if ranks.world_size > 1:
         size = None if size is None else size // ranks.world_size
-        if task.parts > 1:
+        if task.parts > 1 or isinstance(sampler, DistributedSampler):
             pass  # it is the user's code that shares
         elif iterable:
             data = StreamShard(data, ranks)
@@ -83,7 +83,7 @@ def training_loader(
 
 
 def shared_by_user(task: Task, ranks: Ranks) -> bool:
-    """Whether the user's code gives each rank a part of the training set of its own.
+    """Whether the user's code gives each rank a part of the training set of its own, by no sampler that tells so.
 
     Then ranks read unlike samples first, though all draw alike. What one rank does not read twice alike says nothing.
     """
@@ -92,13 +92,11 @@ def shared_by_user(task: Task, ranks: Ranks) -> bool:
         with contextlib.suppress(Exception), seeded(0):  # of a loader that takes no small batches: that is told later
             loader = task.loader(_FIRST) if task.has("train_loader") else training_loader(task, _FIRST, 0)
             tell_epoch(loader, 0)
-            return math.inf if deals_out(loader) else digest(list(itertools.islice(loader, _FIRST)))
+            return math.nan if deals_out(loader) else digest(list(itertools.islice(loader, _FIRST)))
         return math.nan
 
     own = ranks.each(first())
-    if own[0] == math.inf or len(set(own)) < len(own):
-        return own[0] == math.inf
-    return own == ranks.each(first())
+    return len(set(own)) == len(own) and own == ranks.each(first())
 
 
 def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> DataLoader[object]:

@@ -111,7 +111,7 @@ class TaskData:
         if not self.has("train_dataset"):
             return None
         if isinstance(self.train_data, Sized):
-            return len(self.train_data) * self.parts
+            return len(self.train_data) * (1 if self.has("train_loader") else self.parts)
         return self._samples_seen.seen * self.parts if self._samples_seen and self._samples_seen.is_all else None
 
     def rest_of_epoch(self, batch_size: int) -> int:

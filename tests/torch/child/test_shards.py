@@ -217,7 +217,7 @@ def of_each_rank(monkeypatch, task):
         ({"train_dataset": Parts}, True),
         ({"train_dataset": Strided}, True),
         ({"train_loader": lambda size: DataLoader(Strided(), size, shuffle=True)}, True),
-        ({"train_loader": lambda size: DataLoader(Numbers(), size, sampler=Noticing(Parts.number, RANKS))}, True),
+        ({"train_loader": lambda size: DataLoader(Numbers(), size, sampler=Noticing(Parts.number, RANKS))}, False),
         ({"train_dataset": Numbers}, False),
         ({"train_dataset": Stream}, False),
         ({"train_dataset": Unseeded}, False),
@@ -230,6 +230,23 @@ def test_whether_the_users_code_deals_out_its_samples_is_seen_by_what_ranks_read
     linear_task, monkeypatch, functions, is_shared
 ):
     assert of_each_rank(monkeypatch, lambda: linear_task(**functions)) is is_shared
+
+
+def test_a_distributed_sampler_of_a_library_is_taken_as_it_is_and_told_the_epoch(linear_task):
+    task, epoch = linear_task(train_dataset=Numbers), SAMPLES // RANKS // MICRO
+    own = Noticing(1, RANKS)
+    task.sampler = lambda _: own
+    found = drawn(task, 2 * epoch, ranks=rank(1))
+    (expected := Noticing(1, RANKS)).set_epoch(1)
+    assert list(itertools.chain(*found[epoch:])) == list(expected)[: epoch * MICRO]
+    assert task.train_size() == SAMPLES
+
+
+def test_a_set_of_parts_is_as_large_as_all_of_them(linear_task, monkeypatch):
+    monkeypatch.setattr(Parts, "number", 1, raising=False)
+    task = linear_task(train_dataset=Strided)
+    task.parts = RANKS
+    assert abs(task.train_size() - SAMPLES) < RANKS
 
 
 @pytest.mark.parametrize(
