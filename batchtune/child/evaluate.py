@@ -6,7 +6,7 @@ import difflib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -261,6 +261,17 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     return shares.together("sum", float(total)) / of_all
 
 
+def _in_step(counted: Iterable[tuple[int, object]], ranks: Ranks) -> Iterator[tuple[int, object]]:
+    """As many batches on each rank: one that has none left takes its last again, which then does not count."""
+    taken: tuple[int, object] | None = None
+    for found in itertools.chain(counted, itertools.repeat(None)):
+        if not ranks.together("max", float(found is not None)):
+            return
+        taken = found or (taken and (0, taken[1]))
+        if taken is not None:
+            yield taken
+
+
 def _batches(task: Task, batch_size: int, ranks: Ranks) -> Iterator[tuple[int, object]]:
     """The batches of the validation set, each with the number of its samples that count.
 
@@ -270,7 +281,8 @@ def _batches(task: Task, batch_size: int, ranks: Ranks) -> Iterator[tuple[int, o
     data: Any = task.val_data
     collate: Callable[[list[object]], object] = task.collate if task.has("collate") else default_collate
     if isinstance(data, IterableDataset):  # only whoever puts a batch together knows how large it is
-        yield from DataLoader(data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found)))
+        counted = DataLoader(data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found)))
+        yield from counted if ranks.world_size == 1 else _in_step(counted, ranks)
         return
     rank, world_size = ranks.rank, ranks.world_size
     whole, left = divmod(len(data), batch_size * world_size)

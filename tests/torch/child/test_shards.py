@@ -119,6 +119,15 @@ def test_each_sample_is_evaluated_once_and_ranks_have_batches_of_one_size_at_eac
     assert all(len(batch) <= MICRO for each in found for _, batch in each)
 
 
+def test_of_a_stream_that_is_shorter_on_one_rank_that_one_takes_its_last_batch_again_without_counting_it(linear_task):
+    task, others = linear_task(val_dataset=Stream), iter([1.0] * 19 + [0.0])
+    ranks = rank(0, 2)
+    ranks.together = lambda how, own: max(own, next(others)) if how == "max" else None
+    found = list(_batches(task, MICRO, ranks))
+    assert [size for size, _ in found] == [MICRO] * 16 + [3, 0, 0]
+    assert found[-1][1].tolist() == found[16][1].tolist()
+
+
 class Noticing(DistributedSampler):
     """As of a loop over epochs that calls `set_epoch`."""
 
