@@ -23,6 +23,9 @@ from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezv
 from batchtune.vocabulary import Variant
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_DEALS_OUT = (
+    "each rank reads other samples of your stream: it is taken as dealt out by your code, and not dealt out again"
+)
 
 
 class RankChild(Child):
@@ -51,7 +54,8 @@ class RankChild(Child):
         deals_out = command.deals_out if opened is None else shared_by_user(task, group)
         task.parts = group.world_size if deals_out else 1
         if opened is not None:
-            opened = opened.but(deals_out=deals_out, train_size=task.train_size())
+            notes = (*opened.notes, *[_DEALS_OUT] * deals_out)
+            opened = opened.but(deals_out=deals_out, train_size=task.train_size(), notes=notes)
         if opened is not None and command.purpose == "tune":  # what a way of sharing does not take is to be said now
             _require_alike(group, opened)
             for strategy in command.strategies:

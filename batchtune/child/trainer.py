@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
-from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, deals_out, own_batches, tell_epoch
+from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, own_batches, tell_epoch
 from batchtune.child.stepping import LOSS_SCALE, Precision, StepContext, clip
 from batchtune.device.host import waited_seconds
 from batchtune.document import GradientClipping, Value
@@ -83,16 +83,18 @@ def training_loader(
 
 
 def shared_by_user(task: Task, ranks: Ranks) -> bool:
-    """Whether the user's code gives each rank a part of the training set of its own, by no sampler that tells so.
+    """Whether the user's code gives each rank a part of a stream of its own.
 
     Then ranks read unlike samples first, though all draw alike. What one rank does not read twice alike says nothing.
+    Sets of samples by number are whole: their order is dealt out by a sampler, which can be asked.
     """
 
     def first() -> float:
         with contextlib.suppress(Exception), seeded(0):  # of a loader that takes no small batches: that is told later
             loader = task.loader(_FIRST) if task.has("train_loader") else training_loader(task, _FIRST, 0)
             tell_epoch(loader, 0)
-            return math.nan if deals_out(loader) else digest(list(itertools.islice(loader, _FIRST)))
+            is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset | None)
+            return digest(list(itertools.islice(loader, _FIRST))) if is_stream else math.nan
         return math.nan
 
     own = ranks.each(first())

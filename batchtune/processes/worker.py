@@ -145,7 +145,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
             rank_memory_limits_bytes=self.opened.rank_memory_limits_bytes,
             deals_out=self.opened.deals_out,
-            samples=self.opened.samples,  # every child is to train the same batch
+            samples=None if self.opened.deals_out else self.opened.samples,  # every child is to train the same batch
             lengths_seen=self.opened.lengths,
         )
 

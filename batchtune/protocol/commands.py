@@ -51,7 +51,7 @@ class Opened(Message):
         precision: each with the reason why it was chosen.
         instead: why it is fp32 and not the half precision that the device does well, where the task refuses that.
         train_size: samples; None for a stream, or where the task makes its batches.
-        deals_out: the user's code gives each rank of a group its own part of the training set.
+        deals_out: the user's code gives each rank of a group its own part of a stream to train on.
         samples: of the worst batch; None where the task makes it.
         lengths: that were asked for or found; None where none were asked for.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
@@ -127,7 +127,7 @@ class OpenTask(Command[Opened | None]):
             optimizer steps.
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
-        deals_out: the user's code gives each rank its own part of the training set, as another group has seen.
+        deals_out: the user's code gives each rank its own part of a stream to train on, as another group has seen.
         samples: of the worst batch, where another child has looked for them.
         lengths: of the inputs; `auto` for those of the training set; None: batches are all made alike.
         lengths_seen: the same, where another child has found them.

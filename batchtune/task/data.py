@@ -40,7 +40,7 @@ class TaskData:
     Attributes:
         source: the module or object that carries the names.
         where: how the user named it, for messages.
-        parts: of the training set, where the user's code gives each of so many ranks its own.
+        parts: of a stream to train on, where the user's code gives each of so many ranks its own.
     """
 
     source: Any
@@ -111,7 +111,7 @@ class TaskData:
         if not self.has("train_dataset"):
             return None
         if isinstance(self.train_data, Sized):
-            return len(self.train_data) * (1 if self.has("train_loader") else self.parts)
+            return len(self.train_data)
         return self._samples_seen.seen * self.parts if self._samples_seen and self._samples_seen.is_all else None
 
     def rest_of_epoch(self, batch_size: int) -> int:
@@ -248,4 +248,4 @@ def samples_at(data: Any, places: Sequence[int] = (), first: Sequence[int] = ())
         return
     for place in places or itertools.chain(first, in_random_order(len(data))):
         seed_the_cpu(place % 2**32)
-        yield place, data[min(place, len(data) - 1)]  # another rank's part may be longer
+        yield place, data[place]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from batchtune.device.host import anonymous_bytes
+from batchtune.errors import kind_of
 from batchtune.protocol.data import SamplesSeen
 from batchtune.units import size as as_text
 
@@ -186,11 +187,17 @@ def tensor_bytes(value: object) -> int:
 
 
 def digest(value: Any, before: int = 0) -> int:
-    """A number that follows from the values in a sample or batch, of tensors from their sums."""
+    """A number that follows from the values in a sample or batch, of tensors from their sums.
+
+    Raises:
+        TypeError: it has a value by which nothing can be told, such as an object of the user's own.
+    """
     parts = _parts(value)
     value = list(parts.values()) if parts is not None else value
     if isinstance(value, list | tuple):
         return functools.reduce(lambda found, each: digest(each, found), value, before)
+    if not (isinstance(value, int | float | str | bytes) or _is_tensor(value)):
+        raise TypeError(kind_of(value))
     return zlib.crc32(repr(value.sum().item() if _is_tensor(value) else value).encode(), before)
 
 

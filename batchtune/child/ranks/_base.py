@@ -153,8 +153,9 @@ def deals_out(loader: object) -> bool:
 
 
 def tell_epoch(loader: object, number: int) -> None:
-    """Calls `set_epoch` of what a loader is made of, as a loop over epochs does: by it orders are drawn anew."""
-    for each in (getattr(loader, "dataset", None), *_samplers(loader)):
+    """Calls `set_epoch` of a loader or what it is made of, as a loop over epochs does: by it orders are drawn anew."""
+    parts = {id(each): each for each in (loader, getattr(loader, "dataset", None), *_samplers(loader))}
+    for each in parts.values():
         _tell(each, number)
 
 

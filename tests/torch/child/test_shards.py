@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fixtures.training import points
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from batchtune.child.evaluate import _batches
@@ -167,24 +166,32 @@ class Parts(IterableDataset):
         return iter(range(Parts.number, SAMPLES, RANKS))
 
 
-class Strided(Dataset):
-    """A rank's part of a set, by place."""
+class OwnLoader:
+    """Batches of each rank's part, by no loader of torch's."""
 
-    def __init__(self):
-        self.samples = range(Parts.number, SAMPLES, RANKS)
+    def __iter__(self):
+        return iter([[each] for each in Parts()])
 
-    def __len__(self):
-        return len(self.samples)
+
+class Unseeded(IterableDataset):
+    """A stream whose samples differ each time, as with a random generator of its own that nobody seeds."""
+
+    def __iter__(self):
+        return (each + float(secrets.randbelow(1000)) / 1000 for each in range(SAMPLES))
+
+
+class Augmented(Numbers):
+    """A whole set, of whose samples each rank makes something else."""
 
     def __getitem__(self, place):
-        return self.samples[place]
+        return place + Parts.number / 10
 
 
-class Unseeded(Numbers):
-    """A set whose samples differ each time, as with a random generator of its own that nobody seeds."""
+class Objects(IterableDataset):
+    """The same samples on each rank, which say nothing of their values."""
 
-    def __getitem__(self, place):
-        return place + float(secrets.randbelow(1000)) / 1000
+    def __iter__(self):
+        return iter([object() for _ in range(SAMPLES)])
 
 
 def of_each_rank(monkeypatch, task):
@@ -224,14 +231,14 @@ def of_each_rank(monkeypatch, task):
     ("functions", "is_shared"),
     [
         ({"train_dataset": Parts}, True),
-        ({"train_dataset": Strided}, True),
-        ({"train_loader": lambda size: DataLoader(Strided(), size, shuffle=True)}, True),
-        ({"train_loader": lambda size: DataLoader(Numbers(), size, sampler=Noticing(Parts.number, RANKS))}, False),
-        ({"train_dataset": Numbers}, False),
+        ({"train_loader": lambda size: DataLoader(Parts(), size)}, True),
+        ({"train_loader": lambda _size: OwnLoader()}, True),
         ({"train_dataset": Stream}, False),
         ({"train_dataset": Unseeded}, False),
-        ({"train_loader": lambda size: DataLoader(Numbers(), size, shuffle=True)}, False),
-        ({"train_loader": lambda size: DataLoader(Numbers(), size)}, False),
+        ({"train_dataset": Objects, "collate": list}, False),
+        ({"train_dataset": Augmented}, False),
+        ({"train_loader": lambda size: DataLoader(Augmented(), size, shuffle=True)}, False),
+        ({"train_loader": lambda size: DataLoader(Numbers(), size, sampler=Noticing(Parts.number, RANKS))}, False),
         ({"train_loader": lambda size: 1 // (size > 8)}, False),
     ],
 )
@@ -251,13 +258,6 @@ def test_a_distributed_sampler_of_a_library_is_taken_as_it_is_and_told_the_epoch
     assert task.train_size() == SAMPLES
 
 
-def test_a_set_of_parts_is_as_large_as_all_of_them(linear_task, monkeypatch):
-    monkeypatch.setattr(Parts, "number", 1, raising=False)
-    task = linear_task(train_dataset=Strided)
-    task.parts = RANKS
-    assert abs(task.train_size() - SAMPLES) < RANKS
-
-
 @pytest.mark.parametrize(
     "functions", [{"train_dataset": Parts}, {"train_loader": lambda size: DataLoader(Parts(), size)}]
 )
@@ -266,14 +266,6 @@ def test_what_the_users_code_deals_out_is_not_dealt_out_again(linear_task, monke
     task.parts = RANKS
     monkeypatch.setattr(Parts, "number", 1, raising=False)
     assert drawn(task, 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
-
-
-def test_the_worst_sample_of_a_longer_part_is_looked_for_in_a_shorter_one(linear_task):
-    longer, shorter = (linear_task(train_dataset=lambda count=count: points(count)) for count in (500, 2))
-    assert len(shorter.worst_batch(3)[0]) == 3
-    anew = linear_task(train_dataset=lambda: points(2))
-    anew.find_worst_samples(longer.find_worst_samples())
-    assert len(anew.worst_batch(3)[0]) == 3
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min", "first"])

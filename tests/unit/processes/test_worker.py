@@ -9,6 +9,7 @@ from batchtune.errors import DeviceError, RunInterrupted, UserCodeError
 from batchtune.processes import worker as worker_module
 from batchtune.processes.worker import NodeLost, Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
+from batchtune.protocol.data import SamplesSeen
 from batchtune.protocol.messages import RunSpec
 
 HERE = {"done": opened(device="cuda:0", memory_limit_bytes=7).model_dump()}
@@ -35,6 +36,17 @@ def test_later_children_open_the_task_with_the_limit_of_the_first():
     (first,), (second,) = (child.asked for child in launcher.started)
     assert (first["memory_limit"], first["metric"]) == (None, "val_loss")
     assert (second["memory_limit"], second["metric"]) == (7, None)
+
+
+@pytest.mark.parametrize("deals_out", [False, True])
+def test_later_children_train_the_worst_samples_of_the_first_unless_each_rank_has_its_own(deals_out):
+    samples = SamplesSeen(places=(1, 2), seen=9, total=None, is_all=True, differing={})
+    worker, launcher = worker_of({"done": opened(samples=samples, deals_out=deals_out).model_dump()}, HERE)
+    for _ in range(2):
+        worker.start()
+        worker.renew()
+    asked = launcher.started[1].asked[0]
+    assert (asked["samples"] is None, asked["deals_out"]) == (deals_out, deals_out)
 
 
 class TestRuns:
