@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import signal
@@ -12,10 +13,10 @@ import zlib
 from typing import Any
 
 from batchtune.child.image import serve_forks
-from batchtune.child.ranks._base import ALONE
+from batchtune.child.ranks._base import ALONE, shared_by_user
 from batchtune.child.ranks.parallel import Parallel, load_early
 from batchtune.child.server import Child
-from batchtune.child.trainer import Trainer, shared_by_user
+from batchtune.child.trainer import Trainer, training_loader
 from batchtune.device.memory import count_devices, find_device
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Train, TryBatchSize
@@ -51,7 +52,8 @@ class RankChild(Child):
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
         opened = super().open(command.but(device=_own_device(command.device), **own))
         group, task = self._group, self._task
-        deals_out = command.deals_out if opened is None else shared_by_user(task, group)
+        first = task.loader if task.has("train_loader") else functools.partial(training_loader, task, seed=0)
+        deals_out = command.deals_out if opened is None else shared_by_user(first, group)
         task.parts = group.world_size if deals_out else 1
         if opened is not None:
             notes = (*opened.notes, *[_DEALS_OUT] * deals_out)

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,12 +24,10 @@ from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
 from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.contract import Task
-from batchtune.task.samples import digest
-from batchtune.task.state import seed_everything, seeded
+from batchtune.task.state import seed_everything
 from batchtune.vocabulary import LengthBatches
 
 _SEEDS_APART = 1_000_003  # of ranks
-_FIRST = 2  # batches, of so many samples, by which the parts of ranks are told from each other
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -80,25 +77,6 @@ def training_loader(
         generator=generator,
         **settings,
     )
-
-
-def shared_by_user(task: Task, ranks: Ranks) -> bool:
-    """Whether the user's code gives each rank a part of a stream of its own.
-
-    Then ranks read unlike samples first, though all draw alike. What one rank does not read twice alike says nothing.
-    Sets of samples by number are whole: their order is dealt out by a sampler, which can be asked.
-    """
-
-    def first() -> float:
-        with contextlib.suppress(Exception), seeded(0):  # of a loader that takes no small batches: that is told later
-            loader = task.loader(_FIRST) if task.has("train_loader") else training_loader(task, _FIRST, 0)
-            tell_epoch(loader, 0)
-            is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset | None)
-            return digest(list(itertools.islice(loader, _FIRST))) if is_stream else math.nan
-        return math.nan
-
-    own = ranks.each(first())
-    return len(set(own)) == len(own) and own == ranks.each(first())
 
 
 def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> DataLoader[object]:

@@ -6,7 +6,9 @@ one device would see with the same seed; what is left of an epoch for less than 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
+from batchtune.task.samples import digest
 from batchtune.task.state import seeded
 
+_FIRST = 2  # batches, of so many samples, by which the parts of ranks are told from each other
 T = TypeVar("T")
 How = Literal["sum", "max", "min", "first"]
 
@@ -145,6 +149,29 @@ def own_batches(loader: Iterable[T], seed: int, ranks: Ranks) -> Iterator[T]:
         batches = iter(loader)
         first = list(itertools.islice(batches, 1))
     return every_nth(itertools.chain(first, batches), ranks)
+
+
+def shared_by_user(loader_of: Callable[[int], Iterable[object]], ranks: Ranks) -> bool:
+    """Whether the user's code gives each rank a part of a stream of its own.
+
+    Then ranks read unlike samples first, though all draw alike. What one rank does not read twice alike says nothing.
+    Sets of samples by number are whole: their order is dealt out by a sampler, which can be asked.
+
+    Args:
+        loader_of: makes batches of so many samples.
+        ranks: those that train together.
+    """
+
+    def first() -> float:
+        with contextlib.suppress(Exception), seeded(0):  # of a loader that takes no small batches: that is told later
+            loader = loader_of(_FIRST)
+            tell_epoch(loader, 0)
+            is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset | None)
+            return digest(list(itertools.islice(loader, _FIRST))) if is_stream else math.nan
+        return math.nan
+
+    own = ranks.each(first())
+    return len(set(own)) == len(own) and own == ranks.each(first())
 
 
 def deals_out(loader: object) -> bool:

@@ -1,5 +1,6 @@
 """Which samples each rank trains on and evaluates: all of them see what one device would, and none sees another's."""
 
+import functools
 import itertools
 import math
 import secrets
@@ -11,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from batchtune.child.evaluate import _batches
-from batchtune.child.ranks._base import ALONE, every_nth
-from batchtune.child.trainer import TrainingBatches, shared_by_user
+from batchtune.child.ranks._base import ALONE, every_nth, shared_by_user
+from batchtune.child.trainer import TrainingBatches, training_loader
 
 SAMPLES, MICRO, RANKS = 67, 4, 3
 
@@ -215,7 +216,9 @@ def of_each_rank(monkeypatch, task):
             Parts.number = number
 
         take()
-        found[number] = shared_by_user(task(), SimpleNamespace(each=each, world_size=RANKS, rank=number))
+        own = task()
+        loader_of = own.loader if own.has("train_loader") else functools.partial(training_loader, own, seed=0)
+        found[number] = shared_by_user(loader_of, SimpleNamespace(each=each, world_size=RANKS, rank=number))
         turn.release()
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(RANKS)]
