@@ -24,9 +24,7 @@ from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezv
 from batchtune.vocabulary import Variant
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_DEALS_OUT = (
-    "each rank reads other samples of your stream: it is taken as dealt out by your code, and not dealt out again"
-)
+_DEALS_OUT = "ranks read different samples of your stream: it is taken as dealt out by your code, not dealt out again"
 
 
 class RankChild(Child):
