@@ -199,8 +199,7 @@ class Task(TaskOptimizers):
 
         An adapter is told of `max_batches`, which are enough for a look at memory. Ranks but the first may have none.
         """
-        brief = {"max_batches": max_batches} if self.adapted else {}
-        found = self.source.evaluate(model, **brief)
+        found = self.source.evaluate(model, **({"max_batches": max_batches} if self.adapted else {}))
         if rank and found is None:
             return {}
         if isinstance(found, Mapping):

@@ -35,9 +35,8 @@ from batchtune.task.lightning.data import (
     validation_epoch,
 )
 from batchtune.task.lightning.own_trainer import take_over_trainer
+from batchtune.task.lightning.strategy import LightningModule, StrategyView
 from batchtune.task.lightning.trainer import (
-    LightningModule,
-    ManualSteps,
     Schedule,
     TrainerView,
     clip_arguments,
@@ -166,7 +165,7 @@ class LightningTask(FromLoader):
             for group in (group for each in optimizers for group in each.param_groups):
                 group["lr"] = nominal_rate(group)
         view.optimizers, view.lr_scheduler_configs = optimizers, schedulers
-        view.strategy = ManualSteps(module, optimizers, library_of(module), self.where)
+        view.strategy = StrategyView(module, optimizers, library_of(module), self.where)
         self._optimized = weakref.ref(module)
 
         def after(optimizer: Optimizer, *_: object) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from batchtune.task.adapting import loader_parts, recommended, require_world, resized, say, set_learning_rate
-from batchtune.task.lightning.trainer import LightningModule, clip_arguments
+from batchtune.task.lightning.strategy import LightningModule
+from batchtune.task.lightning.trainer import clip_arguments
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the user's spelling, or the one there is
     from pytorch_lightning import Callback

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UsageError
 from batchtune.task.adapting import Adapted, LoaderParts, loader_parts, require_no_arguments, resized
-from batchtune.task.lightning.trainer import LightningModule, SchedulerConfig, TrainerView
+from batchtune.task.lightning.strategy import LightningModule
+from batchtune.task.lightning.trainer import SchedulerConfig, TrainerView
 
 
 class LightningData:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,23 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 from batchtune.task.adapting.plateau import OnPlateau
+from batchtune.task.lightning.strategy import LightningModule, StrategyView, not_there
 
-LightningModule: TypeAlias = Any  # Lightning is no dependency, so its types are not looked at
 SchedulerConfig: TypeAlias = Any  # its LRSchedulerConfig: a scheduler and when it steps, as its parser has it
 Metric: TypeAlias = Any  # what is computed over an epoch, such as a torchmetrics.Metric
 _REDUCTIONS = ("mean", "sum", "max", "min")
-
-
-class NotInTrainerError(UsageError, AttributeError):
-    """The module asks its Trainer for something that batchtune has not got; to `hasattr` it is not there."""
-
-
-def not_there(where: str, name: str) -> NotInTrainerError:
-    """What is said of `self.trainer.name` where there is no such thing."""
-    return NotInTrainerError(
-        f"{where} uses self.trainer.{name}: batchtune trains the module without a Lightning Trainer, and "
-        "stands in for its model, progress, datamodule and logger only"
-    )
 
 
 class TrainerView:
@@ -70,7 +58,7 @@ class TrainerView:
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.callbacks: list[object] = []
-        self.strategy: ManualSteps | None = None
+        self.strategy: StrategyView | None = None
         self.precision_plugin = importlib.import_module(f"{library}.plugins.precision").Precision()
         self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
         self.loggers = [self.logger]
@@ -304,40 +292,3 @@ def samples_in(batch: object) -> int | None:
     """Samples of a batch: the first dimension of its first tensor; None where there is none."""
     sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, None)
-
-
-class ManualSteps:
-    """Stands in for `trainer.strategy`: the module's `manual_backward` and the steps of its optimizers come here."""
-
-    def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer], library: str, where: str) -> None:
-        parts = importlib.import_module(f"{library}.core.optimizer")
-        self._where, self.lightning_module = where, module
-        self._fabric = "lightning.fabric" if library.startswith("lightning.") else "lightning_fabric"
-        self.context: Any = None
-        self.losses: list[Tensor] = []
-        self._no_closure = parts.do_nothing_closure
-        self._lightning_optimizers = [parts.LightningOptimizer(each) for each in optimizers]
-        for each in self._lightning_optimizers:
-            each._strategy = self  # noqa: SLF001 - as Lightning's own strategies do
-
-    def backward(self, loss: Tensor, optimizer: object = None, *_: object, **arguments: object) -> None:
-        """`manual_backward`."""
-        del optimizer  # Lightning gives none
-        self.losses.append(loss.detach().mean())
-        self.lightning_module.on_before_backward(loss)
-        self.context.backward(loss, **arguments)
-        self.lightning_module.on_after_backward()
-
-    def all_gather(self, tensor: Tensor, group: object = None, sync_grads: bool = False) -> Tensor:
-        """`self.all_gather`: that of all ranks, where there are several."""
-        parts = importlib.import_module(f"{self._fabric}.utilities.distributed")
-        return parts._all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)  # type: ignore[no-any-return]  # noqa: SLF001
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object], **_: object) -> None:
-        """The step of one of `self.optimizers()`."""
-        self.context.step(optimizer, None if closure is self._no_closure else closure)
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise not_there(self._where, f"strategy.{name}")
