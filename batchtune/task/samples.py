@@ -186,7 +186,7 @@ def tensor_bytes(value: object) -> int:
     return sum(tensor_bytes(getattr(value, name)()) for name in held) if held else int(getattr(value, "nbytes", 0))
 
 
-def digest(value: object, before: int = 0) -> int:
+def digest(value: Any, before: int = 0) -> int:
     """A number that follows from the values in a sample or batch, of tensors from their sums.
 
     Raises:
@@ -197,7 +197,7 @@ def digest(value: object, before: int = 0) -> int:
     if isinstance(value, list | tuple):
         return functools.reduce(lambda found, each: digest(each, found), value, before)
     if _is_tensor(value):
-        value = float(torch.as_tensor(value).sum())
+        value = float(value.sum())
     if not isinstance(value, int | float | str | bytes):
         raise TypeError(kind_of(value))
     return zlib.crc32(repr(value).encode(), before)

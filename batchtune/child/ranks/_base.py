@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +109,7 @@ class Shard(Sampler[int]):
         _tell(self._order, number)
 
     def __len__(self) -> int:
-        sized: Any = self._order
-        return len(sized) // self._ranks.world_size
+        return len(cast("Sized", self._order)) // self._ranks.world_size
 
     def __iter__(self) -> Iterator[int]:
         with seeded(self._seed + self._epoch):
