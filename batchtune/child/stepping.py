@@ -146,7 +146,7 @@ class StepContext:
         self._stepped: list[Optimizer] = []
         self._losses: dict[Optimizer, list[Tensor]] = {}
         self._unclaimed: list[Tensor] = []  # until an optimizer steps by them
-        self._backward_passes = 0
+        self._backward_passes, self._has_backward = 0, False  # of this micro-batch; whether any of the step has one
         self._is_stepping = False
         for each in optimizers:
             each.register_step_pre_hook(self._require_step_by_context)
@@ -179,7 +179,7 @@ class StepContext:
 
         With an optimizer only its parameters get gradients; `arguments` are those of `Tensor.backward`.
         """
-        self._backward_passes += 1
+        self._backward_passes, self._has_backward = self._backward_passes + 1, True
         mixes = self._backward_passes > 1 and self._accumulation_steps > 1 and len(self._optimizers) > 1
         if optimizer is None and mixes:
             raise UserCodeError(_MIXED)
@@ -210,10 +210,11 @@ class StepContext:
         if not any(optimizer is each for each in self._optimizers):
             raise UserCodeError(f"context.step was given {kind_of(optimizer)} that build_optimizer has not returned")
         self._claim(optimizer)
-        if closure is None and self._accumulation_steps > 1 and not (self._backward_passes or self._adds_up):
-            raise UserCodeError(_NOT_ADDED_UP)
         if not self.is_last_micro_batch:
             return None
+        is_its_own = closure is None and self._accumulation_steps > 1 and not (self._has_backward or self._adds_up)
+        if is_its_own and any(each.grad is not None for each in _trained_by(optimizer)):
+            raise UserCodeError(_NOT_ADDED_UP)
         again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
         if scaled and (closure is not None or again):
             why = "with a closure" if closure is not None else "twice in one train_step"
@@ -256,6 +257,7 @@ class StepContext:
         """What `train_step` is called for next."""
         self.micro_batch, self._accumulation_steps = micro_batch, accumulation_steps
         self._backward_passes, self._stepped = 0, []
+        self._has_backward = self._has_backward and micro_batch > 0
         self._losses, self._unclaimed = {}, []
 
     def require_stepped(self) -> None:

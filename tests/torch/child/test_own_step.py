@@ -334,6 +334,25 @@ class TestGradientsOfTheTasksOwnMaking:
         with pytest.raises(UserCodeError, match=r"without context.backward\(loss\).* within what fits at once"):
             own.step(iter(batches_of(own, 2)), 2)
 
+    @pytest.mark.parametrize("with_loss", [{0}, {1}, set()])
+    def test_micro_batches_without_a_loss_add_nothing(self, trainer, with_loss):
+        """Such as of no positive anchor, or of a NaN that is left out."""
+
+        def step(model, batch, optimizer, context):
+            loss = mean_loss(model, batch)
+            if context.micro_batch in with_loss:
+                context.backward(loss)
+            context.step(optimizer)
+            return loss
+
+        own, plain = trainer(train_step=step), trainer(compute_loss=mean_loss)
+        batches = batches_of(own, 2)
+        own.step(iter(batches), 2)
+        for number in with_loss:
+            (mean_loss(plain.model, batches[number]) / 2).backward()
+            next(iter(plain.optimizers)).step()
+        assert torch.equal(all_weights(own.model), all_weights(plain.model))
+
     def test_which_are_added_up_are_one(self, trainer):
         own, plain = trainer(train_step=self.step(adds_up=True)), trainer(compute_loss=mean_loss)
         for each in (own, plain):
