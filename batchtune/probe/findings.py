@@ -13,7 +13,7 @@ from batchtune.errors import BatchtuneError, HalfPrecisionError, NothingFitsErro
 from batchtune.lengths.mixing import length_warnings
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
-from batchtune.probe.search import bracket, failures_above
+from batchtune.probe.search import bracket, ends_above, failures_above
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import kept_warnings as kept_by_data
@@ -116,7 +116,7 @@ class Findings:
         """What is known after so many seconds, complete or not."""
         verified, low = self.verified, self.largest
         best = verified or {attempt.batch_size: attempt for attempt in self.attempts}.get(low)
-        accumulation, ended = self.options.accumulation_steps, failures_above(low, self.attempts)
+        accumulation, ended = self.options.accumulation_steps, ends_above(low, self.attempts, self.bounds.multiple_of)
         failed = next(iter(ended), None)
         # of those that only left too little room, no rank is known
         limiting = next((each for each in ended if each.kept_back_bytes is None), None)

@@ -106,7 +106,7 @@ def next_size(
     if ceiling < floor:
         return Choice(None, f"no multiple of {unit} lies between the minimum and the maximum")
     attempts = [attempt for attempt in attempts if floor <= attempt.batch_size <= ceiling]
-    low, high = bracket(attempts)
+    low, _ = bracket(attempts)
     prior = None if limit is None or _is_refuted(prior, attempts) else prior
     expected = min(prior.expected, ceiling) // unit * unit if prior else 0
     if low == 0:
@@ -116,12 +116,13 @@ def next_size(
         today = max(min(bounds.of_today or floor, ceiling) // unit * unit, floor)
         return _first_fit(attempts, starts, (floor, today, ceiling), unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
-    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit)
-    if high is not None and high < rounder <= ceiling:
+    is_choosy, least = _is_choosy(attempts), least_above(low, attempts, unit)
+    high = next((each.batch_size for each in ends_above(low, attempts, unit)), None)
+    is_over = least > ceiling or (high is not None and (high - low <= gap or least >= high))
+    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit, is_over=is_over)
+    if 0 < rounder <= ceiling:
         return Choice(rounder, f"the task raised an error at {high}, which may be too odd and not too large")
-    is_choosy = _is_choosy(attempts)
-    least = _power(low, unit, above=True) if is_choosy else low + unit
-    if least > ceiling or (high is not None and (high - low <= gap or least >= high)):
+    if is_over:
         end = f", {high} does not" if high is not None else " and is the largest size that may be tried"
         return Choice(None, f"{low} fits{end}")
     points = measured_points(attempts) if limit else []
@@ -139,29 +140,53 @@ def next_size(
             wanted, reason = _next_inside(attempts, guesses, low, high, max(gap, block) if wide else gap)
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
-        wanted = _affordable(min(wanted, max(LARGEST, 2 * low)) // unit * unit, low, high, gap, tried)
+        wanted = min(wanted, max(LARGEST, 2 * low)) // unit * unit
+        wanted = wanted if is_choosy else _affordable(wanted, low, high, gap, tried)  # of powers there are few
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
     size = _power(size, unit) if is_choosy else size
     return Choice(max(size, least if is_choosy else low // unit * unit + unit), reason)
 
 
-def _power(size: int, unit: int, *, above: bool = False) -> int:
-    """The largest power of two, in units, that is no larger than a size; or the smallest that is."""
-    power = unit << max(0, (size // unit).bit_length() - 1)
-    return 2 * power if above and power <= size else power
+def least_above(low: int, attempts: Sequence[Attempt], unit: int) -> int:
+    """The next size that could be tried above a fit: the next power of two where the task takes only some sizes."""
+    return 2 * _power(low, unit) if _is_choosy(attempts) else low + unit
+
+
+def ends_above(low: int, attempts: Sequence[Attempt], unit: int) -> list[Attempt]:
+    """The failures above a fit that may be an end: a size that is too odd for a task that takes some only is none."""
+    failed = failures_above(low, attempts)
+    return [each for each in failed if not _is_odd(each, unit)] if _is_choosy(attempts) else failed
+
+
+def _power(size: int, unit: int) -> int:
+    """The largest power of two, in units, that is no larger than a size."""
+    return unit << max(0, (size // unit).bit_length() - 1)
+
+
+def _is_odd(attempt: Attempt, unit: int) -> bool:
+    """Whether the task rejected a size that is no power of two, in units."""
+    return attempt.outcome == "user_error" and attempt.batch_size != _power(attempt.batch_size, unit)
 
 
 def _is_choosy(attempts: Sequence[Attempt]) -> bool:
     """Whether the task rejected a size between two that trained: it takes some only, such as divisors of a queue's."""
     fits = [attempt.batch_size for attempt in attempts if attempt.fits]
-    return any(each.outcome == "user_error" and min(fits) < each.batch_size < max(fits) for each in attempts)
+    rejected = [attempt.batch_size for attempt in attempts if attempt.outcome == "user_error"]
+    return any(min(fits) < size < max(fits) for size in rejected) if fits else False
 
 
-def _rounder(attempts: Sequence[Attempt], low: int, unit: int) -> int:
-    """The power of two above the one size that the task rejected above the largest fit; 0 where more failed there."""
-    failed = failures_above(low, attempts)
-    alone = len(failed) == 1 and failed[0].outcome == "user_error"
-    return _power(failed[0].batch_size, unit, above=True) if alone else 0
+def _rounder(attempts: Sequence[Attempt], low: int, unit: int, *, is_over: bool) -> int:
+    """The power of two above an odd size that the task rejected, at the first one and where the search ends; else 0.
+
+    Sizes that were rejected before any trained are no first: they lie where an estimate put the end.
+    """
+    first = next(number for number, each in enumerate(attempts) if each.fits)
+    rejected = [each for each in failures_above(low, attempts[first:]) if each.outcome == "user_error"]
+    ends = ends_above(low, attempts, unit)
+    if not ends or not _is_odd(ends[0], unit) or not (is_over or len(rejected) == 1):
+        return 0
+    rounder = 2 * _power(ends[0].batch_size, unit)
+    return rounder if all(_is_odd(each, unit) or each.batch_size > rounder for each in ends) else 0
 
 
 def _is_refuted(prior: PeakEstimate | None, attempts: Sequence[Attempt]) -> bool:

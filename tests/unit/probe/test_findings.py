@@ -214,6 +214,14 @@ def test_a_result_of_inference_says_so_and_accumulates_nothing():
     assert (found.inference, found.gradient_accumulation_steps) == (True, None)
 
 
+def test_a_size_that_is_too_odd_for_a_task_that_takes_some_only_limits_nothing():
+    tried = {4952: "user_error", 1: "fit", 5: "user_error", 8: "fit", 4096: "fit", 8192: "oom"}
+    attempts = [Attempt(batch_size=size, outcome=outcome) for size, outcome in tried.items()]
+    known = Findings(options=ProbeOptions(), opened=opened(), precision="fp32", bounds=Bounds(), attempts=attempts)
+    found = known.result(1.0)
+    assert (found.max_batch_size, found.first_failing_batch_size, found.limited_by) == (4096, 8192, "memory")
+
+
 @pytest.mark.parametrize(("device", "told"), [("cpu", 1), ("cuda:0", 0)])
 def test_a_training_set_that_keeps_what_it_loads_fills_the_memory_of_a_cpu_alone(device, told):
     seen = SamplesSeen(places=(0,), seen=40, total=4000, is_all=False, differing={}, kept_bytes=1 << 20)

@@ -11,7 +11,7 @@ import pytest
 
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
-from batchtune.probe.search import Choice, bracket, next_size
+from batchtune.probe.search import Choice, bracket, ends_above, next_size
 from batchtune.vocabulary import LARGEST, Outcome
 
 GIB = 1 << 30
@@ -153,13 +153,26 @@ def test_a_batch_too_small_for_the_model_is_not_the_end() -> None:
     assert bracket(attempts)[0] == pytest.approx(300, rel=0.01)
 
 
-@pytest.mark.parametrize(("queue", "ends", "answer"), [(1024, 5000, 1024), (65536, 5000, 4096), (65536, 700, 512)])
-def test_a_task_that_takes_divisors_only_is_searched_by_powers_of_two(queue: int, ends: int, answer: int) -> None:
-    """As MoCo, whose batches have to divide its queue."""
+@pytest.mark.parametrize("share", [None, 0.3, 1, 1.3])
+@pytest.mark.parametrize("is_told_first", [True, False])
+@pytest.mark.parametrize(
+    ("queue", "ends", "answer"),
+    [(16, 5000, 16), (1024, 5000, 1024), (65536, 5000, 4096), (65536, 700, 512), (65536, 20_000, 16_384)],
+)
+def test_a_task_that_takes_divisors_only_is_searched_by_powers_of_two(
+    queue: int, ends: int, answer: int, is_told_first: bool, share: float | None
+) -> None:
+    """As MoCo, whose batches have to divide its queue, by such a share of the end as an estimate, too."""
     memory = device(lambda size: 0.1 + 0.9 * size / ends)
-    attempts = search(lambda size: failure(size, "user_error") if queue % size else memory(size))
+
+    def attempt(size: int) -> Attempt:
+        used = memory(size)
+        return failure(size, "user_error") if queue % size and (is_told_first or used.fits) else used
+
+    attempts = search(attempt, None, Expecting(int(share * ends)) if share else None)
     assert bracket(attempts)[0] == answer
-    assert len(attempts) <= 8
+    assert len(attempts) <= (12 if share else 9)
+    assert ends_above(answer, attempts, 1)[0].outcome == ("user_error" if answer == queue else "oom")
 
 
 def test_a_rejected_size_is_the_end_where_a_rounder_one_is_rejected_too() -> None:
