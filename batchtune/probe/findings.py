@@ -13,7 +13,7 @@ from batchtune.errors import BatchtuneError, HalfPrecisionError, NothingFitsErro
 from batchtune.lengths.mixing import length_warnings
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
-from batchtune.probe.search import bracket, ends_above, failures_above
+from batchtune.probe.search import bracket, ends_above, failures_above, least_above
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import kept_warnings as kept_by_data
@@ -149,7 +149,7 @@ class Findings:
             return None
         if failed is not None and failed.outcome != "fit":
             return "memory" if failed.outcome == "oom" else failed.outcome
-        cap, beyond = self.bounds.maximum, low + self.bounds.multiple_of
+        cap, beyond = self.bounds.maximum, least_above(low, self.attempts, self.bounds.multiple_of)
         if self.too_slow_above is not None and beyond > self.too_slow_above:
             return "timeout"
         if cap is None or beyond <= cap:
@@ -171,7 +171,7 @@ class Findings:
         found += self.opened.notes
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
-        if slow is not None and low + self.bounds.multiple_of > slow:
+        if slow is not None and least_above(low, self.attempts, self.bounds.multiple_of) > slow:
             why = f"one takes longer than a third of --timeout ({self.options.timeout:g} s); raise it"
             why = "budget.run has room for too few of their steps" if self.options.max_step_seconds else why
             found.append(f"batch sizes above {low} were not probed: {why}")

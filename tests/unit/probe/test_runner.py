@@ -545,6 +545,22 @@ class TestCaps:
         assert (result.max_batch_size, result.limited_by, result.first_failing_batch_size) == (answer, limited_by, None)
         assert max(size for _, size, *_ in worker.log) == answer
 
+    @pytest.mark.parametrize(
+        ("samples", "maximum", "answer", "limited_by"),
+        [
+            (None, 1000, 512, "max"),
+            (1000, None, 512, "dataset"),
+            (900, 1000, 512, "dataset"),
+            (4000, None, 1024, "user_error"),
+        ],
+    )
+    def test_a_cap_that_is_no_power_of_two_limits_a_task_that_takes_powers_only(
+        self, samples, maximum, answer, limited_by
+    ):
+        worker = ScriptedWorker(lambda size: "user_error" if 1024 % size else "fit", limit=10**6, samples=samples)
+        result = probe(worker, maximum=maximum).run()
+        assert (result.max_batch_size, result.limited_by) == (answer, limited_by)
+
     @pytest.mark.parametrize(("multiple_of", "maximum", "answer"), [(1, None, 37), (8, None, 32), (1, 900, 37)])
     def test_what_an_epoch_of_a_loader_has_is_the_cap_once_it_was_met(self, multiple_of, maximum, answer):
         worker = ScriptedWorker(lambda size: "fit" if size <= 37 else "user_error", limit=10**6, most_samples=37)
