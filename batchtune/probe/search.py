@@ -110,21 +110,14 @@ def next_size(
     prior = None if limit is None or _is_refuted(prior, attempts) else prior
     expected = min(prior.expected, ceiling) // unit * unit if prior else 0
     if low == 0:
-        share = SAFE_PRIOR_START if bounds.no_oom else LOWER_PRIOR_START
-        sizes = [prior.start] * (not bounds.no_oom) + [int(share * prior.expected)] if prior else []
-        starts = [max(min(size, ceiling) // unit * unit, floor) for size in sizes]
-        today = max(min(bounds.of_today or floor, ceiling) // unit * unit, floor)
+        starts = _starts(prior, bounds)
+        *starts, today = (max(min(size, ceiling) // unit * unit, floor) for size in [*starts, bounds.of_today or floor])
         return _first_fit(attempts, starts, (floor, today, ceiling), unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     is_choosy, least = _is_choosy(attempts), least_above(low, attempts, unit)
     high = next((each.batch_size for each in ends_above(low, attempts, unit)), None)
-    is_over = least > ceiling or (high is not None and (high - low <= gap or least >= high))
-    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit, is_over=is_over)
-    if 0 < rounder <= ceiling:
-        return Choice(rounder, f"the task raised an error at {high}, which may be too odd and not too large")
-    if is_over:
-        end = f", {high} does not" if high is not None else " and is the largest size that may be tried"
-        return Choice(None, f"{low} fits{end}")
+    if (end := _end(attempts, bounds, (low, high), least, ceiling)) is not None:
+        return end
     points = measured_points(attempts) if limit else []
     if bounds.no_oom:
         wanted, reason = _safe(points, limit or 0, prior, low, high)
@@ -145,6 +138,35 @@ def next_size(
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
     size = _power(size, unit) if is_choosy else size
     return Choice(max(size, least if is_choosy else low // unit * unit + unit), reason)
+
+
+def _starts(prior: PeakEstimate | None, bounds: Bounds) -> list[int]:
+    """Where to begin by an estimate."""
+    if prior is None:
+        return []
+    return (
+        [int(SAFE_PRIOR_START * prior.expected)]
+        if bounds.no_oom
+        else [prior.start, int(LOWER_PRIOR_START * prior.expected)]
+    )
+
+
+def _end(
+    attempts: Sequence[Attempt], bounds: Bounds, between: tuple[int, int | None], least: int, ceiling: int
+) -> Choice | None:
+    """How the search ends between the largest fit and the smallest failure; None where it goes on.
+
+    A size that the task rejected is no end before the power of two above it was tried.
+    """
+    low, high = between
+    unit = bounds.multiple_of
+    gap = max(unit, int(bounds.tolerance * low) // unit * unit)
+    is_over = least > ceiling or (high is not None and (high - low <= gap or least >= high))
+    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit, is_over=is_over)
+    if 0 < rounder <= ceiling:
+        return Choice(rounder, f"the task raised an error at {high}, which may be too odd and not too large")
+    end = f", {high} does not" if high is not None else " and is the largest size that may be tried"
+    return Choice(None, f"{low} fits{end}") if is_over else None
 
 
 def least_above(low: int, attempts: Sequence[Attempt], unit: int) -> int:
