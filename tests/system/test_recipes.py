@@ -117,14 +117,20 @@ def test_the_workers_of_kubernetes_run_a_command_that_there_is(tmp_path):
     environment = {each["name"]: each.get("value", "secret") for each in container["env"]}
     assert environment.pop("PASSWORD") == "secret"
     command = [word.replace("/task", str(ROOT / "recipes" / "digits")) for word in container["args"]]
-    done = subprocess.run(
-        [sys.executable, "-m", "batchtune", *command, "--dry-run", "device=cpu"],
-        cwd=tmp_path,
-        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+    here = f"storage=sqlite:///{tmp_path}/studies.db"  # the cluster's database answers there alone
+    there, done = (
+        subprocess.run(
+            [sys.executable, "-m", "batchtune", *command, "--dry-run", "device=cpu", *instead],
+            cwd=tmp_path,
+            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for instead in ([], [here])
     )
+    assert there.returncode == 2
+    assert "@batchtune-storage/batchtune cannot be opened" in there.stderr
     assert done.returncode == 0, done.stderr
 
 
