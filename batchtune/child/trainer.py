@@ -61,11 +61,9 @@ def training_loader(
     sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
     if ranks.world_size > 1:
         size = None if size is None else size // ranks.world_size
-        if task.parts > 1 or isinstance(sampler, DistributedSampler):
-            pass  # it is the user's code that shares
-        elif iterable:
+        if iterable and task.parts == 1:  # else the user's code shares it
             data = StreamShard(data, ranks)
-        else:
+        elif not (iterable or isinstance(sampler, DistributedSampler)):
             sampler = Shard(sampler or RandomSampler(data, generator=generator), seed, ranks)
     return DataLoader(
         data,
