@@ -27,11 +27,6 @@ from batchtune.task.state import kept_random_numbers, seed_everything
 Found = TypeVar("Found")
 
 
-def without_gradients(step: Callable[[int], object]) -> Callable[[int], object]:
-    """A step of the user's own under `torch.inference_mode`."""
-    return torch.inference_mode()(step)
-
-
 class Inference:
     """A model in eval mode on one device, taking forward passes without gradients."""
 

@@ -11,9 +11,9 @@ from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, HalfPrecisionError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import length_warnings
+from batchtune.probe.bracket import bracket, ends_above, failures_above, least_above
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
-from batchtune.probe.search import bracket, ends_above, failures_above, least_above
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import kept_warnings as kept_by_data
@@ -80,6 +80,11 @@ class Findings:
     lengths: dict[Length, list[Attempt]] = field(default_factory=dict)
     length_check: LengthCheck | None = None
     length_sizes: dict[Length, int] = field(default_factory=dict)
+
+    @property
+    def largest_in_search(self) -> int:
+        """The largest size that trained, whatever a final check says of it; 0: none."""
+        return bracket(self.attempts)[0]
 
     @property
     def largest(self) -> int:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
 from batchtune.lengths.surface import PeakPoint, Surface, fit_surface
+from batchtune.probe.bracket import bracket, failures_above, was_out_of_memory
 from batchtune.probe.memory_model import PeakEstimate, is_right, measured_points
-from batchtune.probe.search import Choice, bracket, failures_above, next_size, was_out_of_memory
+from batchtune.probe.search import Choice, next_size
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, covers
 

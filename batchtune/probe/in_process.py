@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from batchtune.child.evaluate import without_gradients
 from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.device._base import DeviceMemory, PeakTracker, require_no_more
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, links, message_of
@@ -18,9 +17,10 @@ from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
 from batchtune.observer import Observer
+from batchtune.probe.bracket import bracket
 from batchtune.probe.final_check import CPU_TOLERANCE, within_a_cpus
-from batchtune.probe.search import bracket, next_size
-from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
+from batchtune.probe.search import next_size
+from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by, without_gradients
 
 
 def find_in_process(

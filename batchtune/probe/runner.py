@@ -13,7 +13,7 @@ from batchtune.observer import Observer
 from batchtune.probe import final_check
 from batchtune.probe.lengths import LengthSearch
 from batchtune.probe.memory_model import PeakEstimate
-from batchtune.probe.search import as_in_fresh_process, bracket, next_size
+from batchtune.probe.search import as_in_fresh_process, next_size
 from batchtune.probe.timing.throughput import time_ranks, time_sizes
 from batchtune.probe.tries import Tries
 from batchtune.processes.worker import Worker
@@ -70,7 +70,7 @@ class Probe:
         """
         self._observer.stage(f"probing {self._found.precision}")
         self._tries.search(verify=False)
-        if bracket(self.attempts)[0] == 0:
+        if self._found.largest_in_search == 0:
             raise self._found.nothing_fits()
         self._verify()
         if self._found.opened.lengths is not None:
@@ -131,7 +131,7 @@ class Probe:
 
         There peaks rise for more steps than the search's attempts take, so that one takes as many as the check.
         """
-        found, options, largest = self._found, self._options, bracket(self.attempts)[0]
+        found, options, largest = self._found, self._options, self._found.largest_in_search
         if found.opened.device != "cpu" or found.limit is None:
             return largest
         searched = next(each for each in reversed(self.attempts) if each.batch_size == largest)

@@ -12,6 +12,15 @@ from dataclasses import dataclass
 
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
+from batchtune.probe.bracket import (
+    bracket,
+    ends_above,
+    least_above,
+    power_to_try,
+    power_within,
+    takes_some_sizes,
+    was_out_of_memory,
+)
 from batchtune.probe.memory_model import (
     MAX_GROWTH,
     Guess,
@@ -42,24 +51,6 @@ class Choice:
 
     batch_size: int | None
     reason: str
-
-
-def bracket(attempts: Sequence[Attempt]) -> tuple[int, int | None]:
-    """Largest fit (0: none) and smallest failure above it (None: none); the last attempt at a size counts."""
-    last = {attempt.batch_size: attempt.fits for attempt in attempts}
-    low = max((size for size, fits in last.items() if fits), default=0)
-    return low, next((attempt.batch_size for attempt in failures_above(low, attempts)), None)
-
-
-def failures_above(size: int, attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Those at larger sizes, the smallest first; the last attempt at a size counts."""
-    last = {attempt.batch_size: attempt for attempt in attempts}
-    return [last[each] for each in sorted(last) if each > size and not last[each].fits]
-
-
-def was_out_of_memory(size: int | None, attempts: Sequence[Attempt]) -> bool:
-    """Whether any attempt at a size was."""
-    return any(each.batch_size == size and each.outcome == "oom" for each in attempts)
 
 
 def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_bytes: float) -> list[Attempt] | None:
@@ -114,7 +105,7 @@ def next_size(
         *starts, today = (max(min(size, ceiling) // unit * unit, floor) for size in [*starts, bounds.of_today or floor])
         return _first_fit(attempts, starts, (floor, today, ceiling), unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
-    is_choosy, least = _is_choosy(attempts), least_above(low, attempts, unit)
+    takes_some, least = takes_some_sizes(attempts), least_above(low, attempts, unit)
     high = next((each.batch_size for each in ends_above(low, attempts, unit)), None)
     if (end := _end(attempts, bounds, (low, high), least, ceiling)) is not None:
         return end
@@ -134,10 +125,10 @@ def next_size(
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
         wanted = min(wanted, max(LARGEST, 2 * low)) // unit * unit
-        wanted = wanted if is_choosy else _affordable(wanted, low, high, gap, tried)  # of powers there are few
+        wanted = wanted if takes_some else _affordable(wanted, low, high, gap, tried)  # of powers there are few
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
-    size = _power(size, unit) if is_choosy else size
-    return Choice(max(size, least if is_choosy else low // unit * unit + unit), reason)
+    size = power_within(size, unit) if takes_some else size
+    return Choice(max(size, least if takes_some else low // unit * unit + unit), reason)
 
 
 def _starts(prior: PeakEstimate | None, bounds: Bounds) -> list[int]:
@@ -162,53 +153,11 @@ def _end(
     unit = bounds.multiple_of
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     is_over = least > ceiling or (high is not None and (high - low <= gap or least >= high))
-    rounder = 0 if bounds.no_oom else _rounder(attempts, low, unit, is_over=is_over)
-    if 0 < rounder <= ceiling:
-        return Choice(rounder, f"the task raised an error at {high}, which may be too odd and not too large")
+    power = 0 if bounds.no_oom else power_to_try(attempts, low, unit, is_over=is_over)
+    if 0 < power <= ceiling:
+        return Choice(power, f"the task raised an error at {high}: it may take only some sizes, such as powers of two")
     end = f", {high} does not" if high is not None else " and is the largest size that may be tried"
     return Choice(None, f"{low} fits{end}") if is_over else None
-
-
-def least_above(low: int, attempts: Sequence[Attempt], unit: int) -> int:
-    """The next size that could be tried above a fit: the next power of two where the task takes only some sizes."""
-    return 2 * _power(low, unit) if _is_choosy(attempts) else low + unit
-
-
-def ends_above(low: int, attempts: Sequence[Attempt], unit: int) -> list[Attempt]:
-    """The failures above a fit that may be an end: a size that is too odd for a task that takes some only is none."""
-    failed = failures_above(low, attempts)
-    return [each for each in failed if not _is_odd(each, unit)] if _is_choosy(attempts) else failed
-
-
-def _power(size: int, unit: int) -> int:
-    """The largest power of two, in units, that is no larger than a size."""
-    return unit << max(0, (size // unit).bit_length() - 1)
-
-
-def _is_odd(attempt: Attempt, unit: int) -> bool:
-    """Whether the task rejected a size that is no power of two, in units."""
-    return attempt.outcome == "user_error" and attempt.batch_size != _power(attempt.batch_size, unit)
-
-
-def _is_choosy(attempts: Sequence[Attempt]) -> bool:
-    """Whether the task rejected a size between two that trained: it takes some only, such as divisors of a queue's."""
-    fits = [attempt.batch_size for attempt in attempts if attempt.fits]
-    rejected = [attempt.batch_size for attempt in attempts if attempt.outcome == "user_error"]
-    return any(min(fits) < size < max(fits) for size in rejected) if fits else False
-
-
-def _rounder(attempts: Sequence[Attempt], low: int, unit: int, *, is_over: bool) -> int:
-    """The power of two above an odd size that the task rejected, at the first one and where the search ends; else 0.
-
-    Sizes that were rejected before any trained are no first: they lie where an estimate put the end.
-    """
-    first = next(number for number, each in enumerate(attempts) if each.fits)
-    rejected = [each for each in failures_above(low, attempts[first:]) if each.outcome == "user_error"]
-    ends = ends_above(low, attempts, unit)
-    if not ends or not _is_odd(ends[0], unit) or not (is_over or len(rejected) == 1):
-        return 0
-    rounder = 2 * _power(ends[0].batch_size, unit)
-    return rounder if all(_is_odd(each, unit) or each.batch_size > rounder for each in ends) else 0
 
 
 def _is_refuted(prior: PeakEstimate | None, attempts: Sequence[Attempt]) -> bool:

@@ -29,6 +29,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def without_gradients(step: Callable[[int], object]) -> Callable[[int], object]:
+    """A step of the user's own under `torch.inference_mode`."""
+    return torch.inference_mode()(step)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The block draws what follows from the seed on the CPU; afterwards it is as if it had drawn nothing."""

@@ -22,7 +22,8 @@ from statistics import mean, quantiles
 from batchtune import __version__
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
-from batchtune.probe.search import bracket, next_size
+from batchtune.probe.bracket import bracket
+from batchtune.probe.search import next_size
 from batchtune.vocabulary import LARGEST
 
 GIB = 1 << 30

@@ -13,8 +13,9 @@ from batchtune.lengths.buckets import lengths_of
 from batchtune.lengths.mixing import check_lengths, length_warnings, shared
 from batchtune.lengths.orders import mixed, mixed_order, padded_to
 from batchtune.lengths.surface import PeakPoint, fit_surface
+from batchtune.probe.bracket import bracket
 from batchtune.probe.frontier import largest_batches, length_points, next_attempt
-from batchtune.probe.search import bracket, next_size
+from batchtune.probe.search import next_size
 from batchtune.protocol.commands import TryBatchSize
 from batchtune.protocol.data import LengthGroup, LengthsSeen
 

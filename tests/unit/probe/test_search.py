@@ -11,7 +11,8 @@ import pytest
 
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
-from batchtune.probe.search import Choice, bracket, ends_above, next_size
+from batchtune.probe.bracket import bracket, ends_above
+from batchtune.probe.search import Choice, next_size
 from batchtune.vocabulary import LARGEST, Outcome
 
 GIB = 1 << 30
