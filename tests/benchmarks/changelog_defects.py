@@ -269,7 +269,7 @@ DEFECTS = [
     ),
     Defect(
         "best_metric takes a target",
-        "config/schema.py",
+        "config/objective.py",
         'if self.kind == "best_metric" and self.target != "auto":',
         "if False:",
         CONFIG,
